@@ -6,17 +6,15 @@ of the finished job is retracted, then the healing is entered; OUTPUT is assembl
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,21 +23,20 @@ from manifests.entries import HealedEntry, HealingEntry, TeacherEntry
 from manifests.errors import CorruptError, InputError, StorageError
 from manifests.heal import Heal, step_windows
 from manifests.importing import quick_imports
-from manifests.records import ArrayRecord, StagedRecord
+from manifests.records import StagedRecord
 from manifests.schema import Workers
 from pipeline.checkpoint.assembling import Assembler
 from pipeline.console.signals import interrupting
 from pipeline.driver.ledger_keys import COMPLETE, HEALED, HEALING, TEACHER, layer_key
 from pipeline.inputs.calibration import tokens_digest
-from pipeline.inputs.healing_text import HealingTokens, calibration_as_text
+from pipeline.inputs.healing_text import HealingTokens
 from pipeline.job.context import JobContext
 from pipeline.job.healed_ledger import HealedLedger, forget_figures
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.held_out import score_held_out
-from pipeline.job.worker_session import JobWorkers, job_workers, teacher_arrays
-from pipeline.kernels.teacher_rows import FORMAT
+from pipeline.job.teacher import Pool, digest_of, healing_tokens, stored_teacher
+from pipeline.job.worker_session import job_workers, teacher_arrays
 from pipeline.rounding.schemes import LEVELS, PACKED
-from pipeline.units.scores import Windows
 from stores.checkpoint import copy_shard, verify_shard
 from stores.headers import DTYPES
 from stores.staging import read_staged, write_staged
@@ -49,12 +46,8 @@ if TYPE_CHECKING:
     from pipeline.healing.stored_text import TextSizes
     from pipeline.healing.training_process import TrainingTask
 
-Pool: TypeAlias = Callable[[], AbstractContextManager[JobWorkers]]  # starts workers, and stops them behind the block
-
-NAME = "teacher"  # of the dense model among scored models
 STUDENT = "student-"  # prefix of the folder of the checkpoint that is trained
 CHECKPOINT_S = 180.0  # between two checkpoints of a training
-SHARDS = 16  # of the text, in a job without calibration
 TRIES = 3  # of a training, whose stored data was damaged
 ACTIVATION_NUMBERS = (16, 4)  # for each token and layer, in units of the hidden size and of the MLP's width
 
@@ -118,7 +111,7 @@ def check_healing(job: JobContext) -> None:
             "the source to bfloat16 first"
         )
     if job.tokens is not None or job.healing_text is not None:
-        _tokens(job)
+        healing_tokens(job)
 
 
 def _asked(job: JobContext) -> Healing | None:
@@ -126,14 +119,14 @@ def _asked(job: JobContext) -> Healing | None:
     settings = job.manifest.heal
     if settings is None:
         return None
-    tokens, base = _tokens(job), _base(job)
-    return Healing(settings, tokens, base, _digest({**_described(job, settings, tokens), "base": base}))
+    tokens, base = healing_tokens(job), _base(job)
+    return Healing(settings, tokens, base, digest_of({**_described(job, settings, tokens), "base": base}))
 
 
 def healing_digest(job: JobContext) -> str | None:
     """Return a digest of the settings and of the text of the healing that the manifest asks for; None without one."""
     settings = job.manifest.heal
-    return None if settings is None else _digest(_described(job, settings, _tokens(job)))
+    return None if settings is None else digest_of(_described(job, settings, healing_tokens(job)))
 
 
 def _described(job: JobContext, settings: Heal, tokens: HealingTokens) -> dict[str, Any]:
@@ -144,10 +137,6 @@ def _described(job: JobContext, settings: Heal, tokens: HealingTokens) -> dict[s
         "prefix": tokens.prefix,
         "seed": job.manifest.seed,
     }
-
-
-def _digest(described: Any) -> str:
-    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
 def _entered(job: JobContext) -> HealedEntry | None:
@@ -165,13 +154,6 @@ def _entered(job: JobContext) -> HealedEntry | None:
     return entered
 
 
-def _tokens(job: JobContext) -> HealingTokens:
-    if job.healing_text is not None:
-        return job.healing_text
-    assert job.tokens is not None, "the manifest has calibration or heal.text"
-    return calibration_as_text(job.manifest, job.tokens, job.held_out, job.prefix)
-
-
 def _base(job: JobContext) -> tuple[str | None, ...]:
     """Return the digests of the solved layers."""
     entries = (job.ledger.get(layer_key(layer)) for layer in range(job.inputs.geometry.num_layers))
@@ -183,7 +165,7 @@ def _heal(job: JobContext, healing: Healing, pool: Pool) -> HealedEntry:
     with quick_imports():
         from pipeline.healing.checkpoints import sweep_states
 
-    teacher = _teacher(job, pool)
+    teacher = stored_teacher(job, pool)
     for left in range(TRIES - 1, -1, -1):
         try:
             figures, layers, trained = _trained(job, healing, teacher)
@@ -195,7 +177,7 @@ def _heal(job: JobContext, healing: Healing, pool: Pool) -> HealedEntry:
             if not left:
                 raise
             job.observer.repaired(str(error), [damaged])
-            teacher = _teacher(job, pool)
+            teacher = stored_teacher(job, pool)
     if not layers:
         job.observer.say(
             f"heal: no step came closer to the dense model on held-out text than the start ({figures['before']:.4f} "
@@ -209,56 +191,6 @@ def _heal(job: JobContext, healing: Healing, pool: Pool) -> HealedEntry:
     job.ledger.retract(HEALING)
     sweep_states(job.run_dir.storage, None)
     return entered
-
-
-def _teacher(job: JobContext, pool: Pool) -> TeacherEntry:
-    """Return the dense model's distribution on the text. Compute it by a pass of the workers if it is not stored."""
-    forget_other_teacher(job)
-    if (entered := job.ledger.get(TEACHER)) is not None:
-        return entered
-    with pool() as workers:
-        return enter_teacher(job, workers)
-
-
-def forget_other_teacher(job: JobContext) -> None:
-    """Retract the dense model's distribution on another text than that of the healing."""
-    entered = job.ledger.get(TEACHER)
-    if entered is not None and job.manifest.heal is not None and entered.of != _text_digest(_tokens(job)):
-        job.ledger.retract(TEACHER)
-        job.run_dir.activations.drop(entered.tokens, *entered.rows, *entered.outputs)
-
-
-def enter_teacher(job: JobContext, workers: JobWorkers) -> TeacherEntry:
-    """Compute the dense model's distribution on the text of the healing, unless it is entered. Return its entry."""
-    if (entered := job.ledger.get(TEACHER)) is not None:
-        return entered
-    tokens = _tokens(job)
-    stored = job.run_dir.activations.write_tokens(tokens.windows.to(torch.int32))
-    workers.always.append(stored)
-    windows, taught = _teacher_windows(job, tokens, stored)
-    scorer = workers.scorer(job)
-    rows, outputs = scorer.taught(windows, NAME, [None] * job.inputs.geometry.num_layers, taught)
-    entry = TeacherEntry(of=_text_digest(tokens), tokens=stored, rows=rows, outputs=outputs)
-    job.ledger.commit(TEACHER, entry)
-    workers.always.extend(teacher_arrays(job.ledger))
-    scorer.forget(NAME)
-    return entry
-
-
-def _text_digest(tokens: HealingTokens) -> str:
-    return _digest((FORMAT, tokens_digest(tokens.windows), len(tokens.trained), tokens.prefix))
-
-
-def _teacher_windows(job: JobContext, tokens: HealingTokens, stored: ArrayRecord) -> tuple[Windows, int]:
-    """Return the windows of the teacher's pass, trained ones first, and the number of shards with these."""
-    calibration = job.manifest.calibration
-    shards, micro_batch = (calibration.shards, calibration.micro_batch) if calibration else (SHARDS, 1)
-    dtype = str(torch.promote_types(job.inputs.dtype, torch.float32)).removeprefix("torch.")
-    count = len(tokens.trained)
-    trained = Windows.even(count, shards, dtype, micro_batch).ranges
-    held_out = Windows.even(len(tokens.held_out), shards, dtype, micro_batch).ranges
-    ranges = (*trained, *((count + first, count + end) for first, end in held_out))
-    return Windows(ranges, dtype, micro_batch, stored, len(tokens.prefix)), len(trained)
 
 
 @contextmanager

@@ -26,12 +26,12 @@ from pipeline.driver.ledger_keys import EVALUATION, HARDWARE, HELD_OUT_SCORE, RE
 from pipeline.evaluation.perplexity import NUMBERS_PER_BATCH, SHARDS, perplexity_figures
 from pipeline.evaluation.task_scores import Scores
 from pipeline.job.context import JobContext, check_loss, driver_job
-from pipeline.job.healing import enter_teacher, forget_other_teacher
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.ledger_entries import check_entries
 from pipeline.job.output_scores import dense_score_key, score_entry
 from pipeline.job.prediction import predicted_at_ranks
 from pipeline.job.sizing import compress_and_score
+from pipeline.job.teacher import enter_teacher, forget_other_teacher
 from pipeline.job.texts import check_texts
 from pipeline.job.worker_session import JobWorkers, StoreCleaner, assemble_output, job_workers
 from pipeline.sweeping.joint_solving import stage_together
