@@ -100,6 +100,8 @@ def test_the_prediction_has_the_cache_that_an_engine_reserves(tmp_path: Path) ->
     assert served.predicted(str(tmp_path), "vllm", 2000, options) == vllm + 1000
     assert vllm - ENGINES["vllm", "cpu"].process_bytes > served.CACHE_GIB * 2**30
     assert cpp - ENGINES["llama.cpp", "cpu"].process_bytes < 2**26
+    cache = 2 * 2 * 2 * 32 * served.LIMIT * served.AT_ONCE  # bytes, layers, keys and values, their width
+    assert served.predicted(str(tmp_path), "llama.cpp", 1000, options, cache_bits=32) == cpp + cache
 
 
 @needs_gguf

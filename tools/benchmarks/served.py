@@ -287,14 +287,18 @@ def agreement(model: Any, prompts: Sequence[list[int]], answers: Sequence[list[i
     return same, gap
 
 
-def predicted(folder: str, engine: Engine, weights: int, options: Any) -> int:
-    """Return the memory by docs/plan.md#fit with these weights, and the cache that the server reserves."""
+def predicted(folder: str, engine: Engine, weights: int, options: Any, cache_bits: int = 16) -> int:
+    """Return the memory by docs/plan.md#fit with these weights, and the cache that the server reserves.
+
+    `cache_bits`: of a number in llama.cpp's cache.
+    """
     config = json.loads(Path(folder, "config.json").read_text())
     config = config if config["model_type"] == "lamina" else standard_config(config)
     context = PROMPT + options.new + 1 if engine == "transformers" else LIMIT
     fit = Fit(memory=1, context=context, sequences=AT_ONCE, engine=engine, device="cpu")
     memory = serving_memory(fit, config, geometry_of(config, BITS[options.dtype]), ())
     cache = CACHE_GIB * 2**30 if engine == "vllm" else memory.cache_bytes
+    cache = cache * cache_bits // 16 if engine == "llama.cpp" else cache
     return weights + cache + memory.activation_bytes + memory.engine_bytes
 
 
@@ -344,6 +348,7 @@ def main() -> None:
             with running(command, url, "llama.cpp", environment) as server:
                 each = of_server(server, prompts, options)
             engine, dtype, held = "llama.cpp", "the file's", Path(path).stat().st_size
+            cache_bits = 32 if in_float32(path) else 16
         else:
             folder, model = path, None
             each = of_transformers(path, options)
@@ -356,8 +361,8 @@ def main() -> None:
             command, environment = vllm_command(options.vllm, path, options.dtype, options.port)
             with running(command, url, "vllm", environment) as server:
                 each = of_server(server, prompts, options)
-            engine, dtype, held = "vllm", options.dtype, weights
-        each["predicted"] = predicted(folder, engine, held, options)
+            engine, dtype, held, cache_bits = "vllm", options.dtype, weights, 16
+        each["predicted"] = predicted(folder, engine, held, options, cache_bits)
         print(row(path, engine, dtype, each, agreement(model, prompts, each["answers"])), flush=True)
 
 
