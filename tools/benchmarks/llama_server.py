@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import signal
 
-import xllamacpp
-
 
 def main() -> None:
     """Serve until the process is ended."""
@@ -20,6 +18,8 @@ def main() -> None:
     parser.add_argument("--context", type=int, required=True, help="tokens of each sequence")
     parser.add_argument("--float32-cache", action="store_true", help="in place of float16")
     options = parser.parse_args()
+    import xllamacpp  # installed in a folder of its own
+
     settings = xllamacpp.CommonParams()
     settings.model.path, settings.port, settings.verbosity = options.path, options.port, 0
     settings.n_parallel, settings.n_ctx = options.sequences, options.sequences * options.context
