@@ -341,6 +341,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
     model: Any = None
     folder, weights = "", 0
+    engine: Engine
     url = f"http://127.0.0.1:{options.port}"
     for path in options.models:
         if path.endswith(".gguf"):
