@@ -85,7 +85,11 @@ def planned_lines(inputs: Inputs) -> list[str]:
     or that keeps less of it than transformers."""
     stays_stored = bool(inputs.source.stored_bytes()) and not inputs.manifest.quantize
     if any(method.own_class for method in inputs.methods):
-        return ["serves transformers, vLLM (an ordinary model of the DeepSeek type)"]
+        return [
+            "serves transformers, vLLM (an ordinary model of the DeepSeek type)",
+            "not    llama.cpp: export writes no GGUF file of an ordinary model of the DeepSeek type",
+            "less   vllm: caches whole heads on a CPU",
+        ]
     config = planned_config(inputs)
     refusals = planned_refusals(config, stays_stored)
     lines = [f"serves {', '.join(planned_engines(config, stays_stored))}"]

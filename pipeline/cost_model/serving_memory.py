@@ -47,9 +47,9 @@ class EngineMemory:
 ENGINES: Mapping[tuple[Engine, Device], EngineMemory] = {
     ("transformers", "cpu"): EngineMemory(1.0, 440 * MIB, None, None, None, 8, "measured"),
     ("transformers", "gpu"): EngineMemory(0.95, 600 * MIB, None, None, None, 8, "assumed"),
-    ("vllm", "cpu"): EngineMemory(1.0, 1650 * MIB, 4096, None, 256, 8, "measured"),
+    ("vllm", "cpu"): EngineMemory(1.0, 1940 * MIB, 4096, None, 256, 8, "measured"),
     ("vllm", "gpu"): EngineMemory(0.92, 800 * MIB, 8192, None, 256, 8, "from its documents"),
-    ("llama.cpp", "cpu"): EngineMemory(1.0, 100 * MIB, 512, 16, 512, 4, "from its documents"),
+    ("llama.cpp", "cpu"): EngineMemory(1.0, 100 * MIB, 512, 16, None, 4, "measured"),
     ("llama.cpp", "gpu"): EngineMemory(0.97, 500 * MIB, 512, 16, 512, 4, "from its documents"),
 }
 

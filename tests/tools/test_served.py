@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.cost_model.serving_memory import ENGINES
+from tests import factories
 from tests.end_to_end.test_export_gguf import needs_gguf, read_gguf
 from tools.benchmarks import served
 
@@ -67,9 +72,36 @@ def test_what_a_chat_client_gets() -> None:
 
 
 def test_the_line_names_the_gap() -> None:
-    each = {"rates": [1.0, 2000.0], "memory": 3 * 2**20, "overhead": 2**20, "chat": "ok"}
+    each = {"rates": [1.0, 2000.0], "memory": 4 * 2**20, "predicted": 5 * 2**20, "chat": "ok"}
     line = served.row("a/b.gguf", "llama.cpp", "the file's", each, (19, 0.0123))
-    assert line == "| b.gguf | llama.cpp | the file's | 1.0 | 2,000.0 | 3 | 1 | 19 of 20 (gap 0.012) | ok |"
+    assert line == "| b.gguf | llama.cpp | the file's | 1.0 | 2,000.0 | 4 | 5 | +25.0% | 19 of 20 (gap 0.012) | ok |"
+
+
+def test_the_peak_is_that_of_a_process_and_its_children() -> None:
+    held = "held = b'x' * (64 << 20); print(flush=True); input()"
+    inner = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {held!r}])"
+    with subprocess.Popen([sys.executable, "-c", inner], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        peak = served.Peak(process.pid)
+        deadline = time.monotonic() + 20
+        while peak.bytes < 64 << 20 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        peak.end()
+        process.communicate(b"\n")
+    assert 64 << 20 <= peak.bytes < 256 << 20
+
+
+def test_the_prediction_has_the_cache_that_an_engine_reserves(tmp_path: Path) -> None:
+    config = {**factories.make_config("llama", num_hidden_layers=2).to_dict(), "model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = argparse.Namespace(dtype="bfloat16", new=16)
+    vllm, cpp = (served.predicted(str(tmp_path), engine, 1000, options) for engine in ("vllm", "llama.cpp"))
+    assert served.predicted(str(tmp_path), "vllm", 2000, options) == vllm + 1000
+    assert vllm - ENGINES["vllm", "cpu"].process_bytes > served.CACHE_GIB * 2**30
+    assert cpp - ENGINES["llama.cpp", "cpu"].process_bytes < 2**26
+    cache = 2 * 2 * 2 * 32 * served.LIMIT * served.AT_ONCE  # bytes, layers, keys and values, their width
+    assert served.predicted(str(tmp_path), "llama.cpp", 1000, options, cache_bits=32) == cpp + cache
 
 
 @needs_gguf

@@ -4,14 +4,15 @@
         --vllm .engines/vllm/bin/python --llama-cpp .engines/llama-cpp [--new 32] [--repeats 3]
 
 Folders run in transformers (in this environment) and in vLLM's OpenAI server, both in `--dtype`; files in llama.cpp's
-server, in the numbers of the file. Every engine has one thread. Each server gets the same 20 questions at once, by the
-chat template of `--tokenizer`, as token ids. `same` counts the answers all of whose tokens are the most likely ones of
-transformers (for a file, of the folder before it), and names the largest difference of two logits where an answer left
-them: near zero, the tokens were as good as tied. `chat` is what OpenAI's chat endpoint did with messages,
-streaming, stop words and log-probabilities. Tokens per second are those of decoding, per CPU-second of all processes of
-a server (median of the turns), which other programs on the machine disturb least. Memory is the proportional set size
-(PSS) of these processes after the answers. Overhead is what it has beyond the weights and the reserved cache. That of
-transformers is right for the first folder of a run alone, as memory of earlier models may stay with the process.
+server, in the numbers of the file, with a cache of float32 if the file's are, and of float16 otherwise. Each runs in a
+process of its own, with one thread. Each server gets the same 20 questions at once, by the chat template of
+`--tokenizer`, as token ids. `same` counts the answers all of whose tokens are the most likely ones of transformers (for
+a file, of the folder before it), and names the largest difference of two logits where an answer left them: near zero,
+the tokens were as good as tied. Standard error has all of them. `chat` is what OpenAI's chat endpoint did with
+messages, streaming, stop words and log-probabilities. Tokens per second are those of decoding, per CPU-second of all
+processes of a server (median of the turns), which other programs on the machine disturb least. `memory` is the peak of
+these processes' proportional set size (PSS), read five times a second.
+`predicted` is the sum of docs/plan.md#fit for the weights as the engine holds them and the cache that it reserves.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,11 +38,17 @@ from typing import Any
 import psutil
 import torch
 
+from manifests.engines import Engine
+from manifests.fit import Fit
+from pipeline.cost_model.serving_memory import serving_memory
+from pipeline.families.registry import geometry_of, standard_config
 from tools.benchmarks.memory_over_layers import family_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
 LIMIT, CACHE_GIB, AT_ONCE = 256, 1, 32  # tokens of a sequence; vLLM's cache; requests
+PROMPT = 40  # tokens of a prompt in transformers
+BITS = {"float32": 32, "bfloat16": 16}
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": f"{CACHE_GIB}"}
 QUESTIONS = (
     "What is the capital of France?", "Name three colours of the rainbow.", "How many days has a week?",
@@ -56,13 +64,32 @@ QUESTIONS = (
 # -- servers ----------------------------------------------------------------------------------------------------------
 
 
+class Peak:
+    """The most memory that a process and those that it started had together; what they share counts once."""
+
+    def __init__(self, pid: int | None = None) -> None:
+        self.bytes, self._stop = 0, threading.Event()
+        if pid is not None:
+            threading.Thread(target=self._watch, args=(psutil.Process(pid),), daemon=True).start()
+
+    def _watch(self, process: psutil.Process) -> None:
+        while not self._stop.wait(0.2):
+            with suppress(psutil.Error):  # a process that ended meanwhile
+                self.bytes = max(self.bytes, sum(each.memory_full_info().pss for each in family_of(process)))
+
+    def end(self) -> None:
+        """Watch no longer."""
+        self._stop.set()
+
+
 @dataclass(frozen=True)
 class Server:
-    """A running server. `family`: its own process and those that it started."""
+    """A running server. `family`: its own process and those that it started. `peak`: of their memory."""
 
     url: str
     model: str
     family: list[psutil.Process]
+    peak: Peak = field(default_factory=lambda: Peak())
 
     def post(self, route: str, **body: Any) -> str:
         """Return the answer to a request, as text."""
@@ -74,10 +101,6 @@ class Server:
     def cpu_seconds(self) -> float:
         """Return those of all processes."""
         return sum(float(times.user + times.system) for times in (process.cpu_times() for process in self.family))
-
-    def pss(self) -> int:
-        """Return the memory of all processes in bytes; what they share counts once."""
-        return sum(process.memory_full_info().pss for process in self.family)
 
     def answers(self, prompts: Sequence[list[int]], new: int, ends: bool = False) -> list[list[int]]:
         """Return the greedy tokens of all prompts, sent at once; `ends`: answers may be shorter than `new`."""
@@ -97,14 +120,16 @@ class Server:
 def running(command: list[str], url: str, model: str, environment: dict[str, str]) -> Iterator[Server]:
     """Yield a server once it answers, and end its processes."""
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **ONE_THREAD, **environment}, stdout=sys.stderr)
+    peak = Peak(process.pid)
     try:
         deadline = time.monotonic() + 900
         while not _answers(f"{url}/health"):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"{' '.join(command)}: did not start")
             time.sleep(1)
-        yield Server(url, model, [*family_of(psutil.Process(process.pid))])
+        yield Server(url, model, [*family_of(psutil.Process(process.pid))], peak)
     finally:
+        peak.end()
         family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         process.terminate()
         _, alive = psutil.wait_procs(family, timeout=60)
@@ -134,18 +159,20 @@ def vllm_command(python: str, folder: str, dtype: str, port: int) -> tuple[list[
     return command, environment
 
 
-def serve_file(path: str, port: int) -> None:
-    """Serve a file by llama.cpp in this process, until it is ended."""
-    import xllamacpp
+def llama_command(path: str, folder: str, port: int) -> tuple[list[str], dict[str, str]]:
+    """Return the command of llama.cpp's server, and its environment. `folder`: of the package xllamacpp."""
+    options = {"port": port, "sequences": AT_ONCE, "context": LIMIT}
+    command = [sys.executable, "-m", "tools.benchmarks.llama_server", path]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    return command + ["--float32-cache"] * in_float32(path), {"PYTHONPATH": f"{folder}:{ROOT}"}
 
-    settings = xllamacpp.CommonParams()
-    settings.model.path, settings.port, settings.verbosity = path, port, 0
-    settings.n_ctx, settings.n_parallel, settings.cache_ram_mib = LIMIT * AT_ONCE, AT_ONCE, 0
-    settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = 1
-    server = xllamacpp.Server(settings)
-    print(server.listening_address, flush=True)
-    while True:
-        time.sleep(3600)
+
+def in_float32(path: str) -> bool:
+    """Return True if the matrices of a GGUF file are of float32."""
+    import gguf
+
+    file_type = gguf.GGUFReader(path).fields["general.file_type"].contents()
+    return bool(file_type == gguf.LlamaFileType.ALL_F32)
 
 
 def question_ids(tokenizer: Any, question: str) -> list[int]:
@@ -200,50 +227,79 @@ def of_server(server: Server, prompts: Sequence[list[int]], options: Any) -> dic
         decoding_rate(server.cpu_seconds, partial(server.answers, batch), count, options)
         for count, batch in batches.items()
     ]
-    return {"rates": rates, "memory": server.pss(), "answers": answers, "chat": "; ".join(faults) or "ok"}
+    return {"rates": rates, "memory": server.peak.bytes, "answers": answers, "chat": "; ".join(faults) or "ok"}
 
 
-def of_transformers(folder: str, options: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the model in transformers, and its measurements."""
+def load(folder: str, options: Any) -> Any:
+    """Return the model in transformers."""
     from transformers import AutoModelForCausalLM
 
+    import lamina  # noqa: F401  # registers its classes
+
     torch.set_num_threads(1)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, options.dtype)).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, options.dtype)).eval()
+
+
+def in_transformers(folder: str, options: Any) -> dict[str, Any]:
+    """Return the rates of a model in this process, and the bytes of its weights as they are in memory."""
+    model = load(folder, options)
 
     def answer(batch: int, new: int) -> None:
-        ids = torch.full((batch, 40), 9)
+        ids = torch.full((batch, PROMPT), 9)
         model.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
 
     rates = [
         decoding_rate(time.process_time, lambda new, n=n: answer(n, new), n, options)  # type: ignore[misc]
         for n in (1, AT_ONCE)
     ]
-    return model, {"rates": rates, "memory": psutil.Process().memory_full_info().pss, "chat": ""}
+    return {"rates": rates, "weights": sum(each.nbytes for each in (*model.parameters(), *model.buffers()))}
+
+
+def of_transformers(folder: str, options: Any) -> dict[str, Any]:
+    """Return the measurements of a model in a process of its own."""
+    names = ("dtype", "new", "repeats")
+    command = [sys.executable, "-m", "tools.benchmarks.served", folder, "--alone"]
+    command += [f"--{name}={getattr(options, name)}" for name in names]
+    environment = {**os.environ, **ONE_THREAD, "PYTHONPATH": f"{ROOT}:{ROOT / 'deploy' / 'serving'}"}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    peak = Peak(process.pid)
+    printed, _ = process.communicate()
+    peak.end()
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)}: ended with {process.returncode}")
+    return {**json.loads(printed.splitlines()[-1]), "memory": peak.bytes, "chat": ""}
 
 
 def agreement(model: Any, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> tuple[int, float]:
     """Return how many answers have the model's most likely tokens alone, and the largest gap of logits where the
     others left them."""
     same, gap = 0, 0.0
-    for prompt, answer in zip(prompts, answers, strict=True):
+    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         with torch.inference_mode():
             logits_TV = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].float()
         short_T = logits_TV.amax(-1) - logits_TV[torch.arange(len(answer)), torch.tensor(answer)]
-        first = next((float(value) for value in short_T if value > 0), None)
-        same += first is None
-        gap = max(gap, first or 0.0)
+        left = [(position, float(value)) for position, value in enumerate(short_T) if value > 0]
+        same += not left
+        if left:
+            position, first = left[0]
+            gap = max(gap, first)
+            print(f"  answer {number} leaves transformers' at token {position}, by {first:.3g}", file=sys.stderr)
     return same, gap
 
 
-def overhead(each: dict[str, Any], model: Any, engine: str, path: str, dtype: str) -> int:
-    """Return the memory beyond weights and cache, in bytes; weights are those of the file, or in `dtype`."""
-    config = model.config
-    if engine == "llama.cpp":
-        per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2
-        return int(each["memory"]) - Path(path).stat().st_size - int(per_token) * LIMIT * AT_ONCE
-    numbers = sum(int(parameter.numel()) for parameter in model.parameters())
-    cache = CACHE_GIB * 2**30 if engine == "vLLM" else 0
-    return int(each["memory"]) - numbers * int(getattr(torch, dtype).itemsize) - cache
+def predicted(folder: str, engine: Engine, weights: int, options: Any, cache_bits: int = 16) -> int:
+    """Return the memory by docs/plan.md#fit with these weights, and the cache that the server reserves.
+
+    `cache_bits`: of a number in llama.cpp's cache.
+    """
+    config = json.loads(Path(folder, "config.json").read_text())
+    config = config if config["model_type"] == "lamina" else standard_config(config)
+    context = PROMPT + options.new + 1 if engine == "transformers" else LIMIT
+    fit = Fit(memory=1, context=context, sequences=AT_ONCE, engine=engine, device="cpu")
+    memory = serving_memory(fit, config, geometry_of(config, BITS[options.dtype]), ())
+    cache = CACHE_GIB * 2**30 if engine == "vllm" else memory.cache_bytes
+    cache = cache * cache_bits // 16 if engine == "llama.cpp" else cache
+    return weights + cache + memory.activation_bytes + memory.engine_bytes
 
 
 # -- the table --------------------------------------------------------------------------------------------------------
@@ -255,20 +311,14 @@ def row(path: str, engine: str, dtype: str, each: dict[str, Any], compared: tupl
     same = "" if compared is None else f"{compared[0]} of {len(QUESTIONS)}"
     if compared and compared[0] < len(QUESTIONS):
         same += f" (gap {compared[1]:.2g})"
-    cells = (
-        Path(path).name,
-        engine,
-        dtype,
-        one,
-        many,
-        f"{each['memory'] / MIB:,.0f}",
-        f"{each['overhead'] / MIB:,.0f}",
-    )
+    memory, expected = each["memory"], each["predicted"]
+    figures = (f"{memory / MIB:,.0f}", f"{expected / MIB:,.0f}", f"{expected / memory - 1:+.1%}")
+    cells = (Path(path).name, engine, dtype, one, many, *figures)
     return f"| {' | '.join(cells)} | {same} | {each['chat']} |"
 
 
 def main() -> None:
-    """Print the table, or serve a file as a child process."""
+    """Print the table, or measure a model in transformers as a child process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", help="checkpoints, each before the GGUF files that were made of it")
     parser.add_argument("--tokenizer", help="the model whose chat template asks the questions; default: the first")
@@ -278,39 +328,42 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--port", type=int, default=8093)
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.serve:
-        serve_file(options.models[0], options.port)
+    if options.alone:
+        print(json.dumps(in_transformers(options.models[0], options)))
+        return
     from transformers import AutoTokenizer
-
-    import lamina  # noqa: F401  # registers its classes
 
     tokenizer: Any = AutoTokenizer.from_pretrained(options.tokenizer or options.models[0])
     prompts = [question_ids(tokenizer, text) for text in QUESTIONS]
-    print("| model | engine | numbers | decode, 1 | decode, 32 | memory, MiB | overhead, MiB | same | chat |")
-    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    print("| model | engine | numbers | decode, 1 | decode, 32 | memory, MiB | predicted, MiB | off by | same | chat |")
+    print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
     model: Any = None
+    folder, weights = "", 0
+    engine: Engine
     url = f"http://127.0.0.1:{options.port}"
     for path in options.models:
         if path.endswith(".gguf"):
-            command = [sys.executable, "-m", "tools.benchmarks.served", path, "--serve", f"--port={options.port}"]
-            places = f"{options.llama_cpp}:{ROOT}:{ROOT / 'deploy' / 'serving'}"
-            with running(command, url, "llama.cpp", {"PYTHONPATH": places}) as server:
+            command, environment = llama_command(path, options.llama_cpp, options.port)
+            with running(command, url, "llama.cpp", environment) as server:
                 each = of_server(server, prompts, options)
-            engine, dtype = "llama.cpp", "the file's"
+            engine, dtype, held = "llama.cpp", "the file's", Path(path).stat().st_size
+            cache_bits = 32 if in_float32(path) else 16
         else:
-            model = None
-            model, each = of_transformers(path, options)
-            each["overhead"] = overhead(each, model, "transformers", path, options.dtype)
+            folder, model = path, None
+            each = of_transformers(path, options)
+            weights = each["weights"]
+            each["predicted"] = predicted(folder, "transformers", weights, options)
             print(row(path, "transformers", options.dtype, each, None), flush=True)
+            model = load(path, options)
             if not options.vllm:
                 continue
             command, environment = vllm_command(options.vllm, path, options.dtype, options.port)
             with running(command, url, "vllm", environment) as server:
                 each = of_server(server, prompts, options)
-            engine, dtype = "vLLM", options.dtype
-        each["overhead"] = overhead(each, model, engine, path, options.dtype)
+            engine, dtype, held, cache_bits = "vllm", options.dtype, weights, 16
+        each["predicted"] = predicted(folder, engine, held, options, cache_bits)
         print(row(path, engine, dtype, each, agreement(model, prompts, each["answers"])), flush=True)
 
 
