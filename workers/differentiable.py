@@ -150,7 +150,7 @@ class DifferentiableLayer:
         """Raise NumericsError, naming layer and point, unless a gradient is finite."""
         if not all_finite(gradient):
             raise NumericsError(
-                f"layer {self.block.layer}: the gradient at {point} holds NaN or infinity ({self.dtype}); "
+                f"layer {self.block.index}: the gradient at {point} holds NaN or infinity ({self.dtype}); "
                 f"{overflow_advice(self.dtype)}"
             )
 

@@ -50,7 +50,7 @@ class TappedLayer:
 
         `streamed`: loads the experts slice by slice if there are too many to hold; `tensors` then has none.
         """
-        self.layer, self.geometry = geometry.index, geometry
+        self.index, self.geometry = geometry.index, geometry
         self.config = config
         self.device = device
         with torch.device("meta"):
@@ -156,7 +156,7 @@ class TappedLayer:
         placed = {name: tensor for name, tensor in self.streamed.load(number, step).items() if name in names}
         paths = tuple(f"{self.streamed.path}.{expert}." for expert in experts)
         if missing := [name for name in names if name.startswith(paths) and name not in placed]:
-            raise RuntimeError(f"layer {self.layer} lacks {', '.join(missing[:3])}")
+            raise RuntimeError(f"layer {self.index} lacks {', '.join(missing[:3])}")
         dtypes = {name: self.dtype if tensor.is_floating_point() else tensor.dtype for name, tensor in placed.items()}
         placed = {name: tensor.to(dtypes[name]) for name, tensor in placed.items()}
         self.module.load_state_dict(placed, strict=False, assign=True)
@@ -168,9 +168,14 @@ class TappedLayer:
         assert self.streamed is not None
         return self.module.get_submodule(f"{self.streamed.path}.{expert}")
 
+    @property
+    def parts(self) -> int:
+        """Return the number of parts in which many samples pass the layer: the slices of its experts, or one."""
+        return 1 if self.streamed is None else len(self.streamed.ranges)
+
     def ends_with(self, part: int | None) -> bool:
         """Return True if a part of a pass, as in `Forward`, is the layer's last."""
-        return part is None or self.streamed is None or part + 1 == len(self.streamed.ranges)
+        return part is None or self.parts == 1 or part + 1 == self.parts
 
     def attended(self, hidden_BSD: Tensor) -> Tensor:
         """Return the residual stream (B, S, D) that the mixture reads."""
@@ -217,7 +222,7 @@ class TappedLayer:
     def _blame(self, hidden_BSD: Tensor) -> str:
         """Run the layer again and name the first module whose output is not finite."""
         if not all_finite(hidden_BSD):
-            return f"layer {self.layer}: its input holds NaN or infinity"
+            return f"layer {self.index}: its input holds NaN or infinity"
         bad: list[str] = []
 
         def watch(role: str) -> Tap:
@@ -228,7 +233,7 @@ class TappedLayer:
         with self.tapped([(f"{role}.out", watch(role)) for role in roles], stop=False):
             self._forward(hidden_BSD)
         where = dict(self.geometry.modules)[bad[0]] if bad else "the residual sum"
-        fault = f"layer {self.layer}: NaN or infinity first appears in the output of {where}"
+        fault = f"layer {self.index}: NaN or infinity first appears in the output of {where}"
         return f"{fault} ({hidden_BSD.dtype}); {overflow_advice(hidden_BSD.dtype)}"
 
 

@@ -1,15 +1,16 @@
-"""Differentiates a layer whose experts stream past, slice by slice, over some samples.
+"""Differentiates a layer over one sample: as a whole, or in the steps through slices of its experts and around them.
 
-The gradient of each sample goes back through the shared expert, then through the experts in descending order, then
-through the router and the attention. This is the order in which autograd adds up a whole layer's gradients, so that the
-size of a slice changes no bit.
+In steps, the gradient of a sample goes back through the shared expert, then through the experts in descending order,
+then through the router and the attention. This is the order in which autograd adds up a whole layer's gradients, so
+that the size of a slice changes no bit.
 
 Legend: S sequence, D hidden, k experts of a token, t tokens of an expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Self
 
@@ -42,13 +43,13 @@ class Sample:
 
     @classmethod
     def of(cls, stream: Tensor) -> Self:
-        """Return a sample before `StreamedGradients.enter`."""
+        """Return a sample before `LayerGradients.enter`."""
         nothing = torch.zeros(0)
         return cls(stream, nothing, nothing, nothing, nothing)
 
 
-class StreamedGradients:
-    """Vector-Jacobian products of a layer with streamed experts.
+class LayerGradients:
+    """Vector-Jacobian products of a layer, and the gradients at some points in it.
 
     `every_expert`: to choose grids, an expert without tokens of a sample is differentiated at all of its tokens.
     """
@@ -59,32 +60,12 @@ class StreamedGradients:
         self.points = points
         self.every_expert = every_expert
 
-    def pull_back(
-        self,
-        hidden: Iterable[Tensor],
-        gradient_of: Callable[[int, Tensor], Tensor],
-        take: Take,
-        *,
-        reads_output: bool,
-    ) -> Iterator[Tensor]:
-        """Yield the gradient (S, D) at the layer's inputs of each sample.
-
-        `hidden`: the layer's inputs (S, D) of each sample. `gradient_of`: as in `workers.backward`. `reads_output`: it
-        needs the layer's output. Raises the errors of `DifferentiableLayer.pull_back`.
-        """
-        hidden = list(hidden)
-        samples = [Sample.of(self.attended(each)) for each in hidden]
-        outputs = self._outputs(samples) if reads_output or self.reads_output else None
-        for number, sample in enumerate(samples):
-            self.enter(sample, number, None if outputs is None else outputs[number], gradient_of)
-            self.share(sample, take)
-        assert self.block.streamed is not None
-        for number in reversed(range(len(self.block.streamed.ranges))):
-            experts = self.block.hold(number, -1)
-            for sample in samples:
-                self.through(sample, experts, take)
-        for sample, hidden_SD in zip(samples, hidden, strict=True):
-            yield self.leave(sample, hidden_SD, take)
+    def whole(self, hidden_SD: Tensor, gradient_of: Callable[[Tensor], Tensor], take: Take) -> Tensor:
+        """Go back through the whole layer. Arguments and result as in `DifferentiableLayer.pull_back`."""
+        with self.block.every_expert() if self.every_expert else nullcontext():
+            gradient_SD, gradients = self.layer.pull_back(hidden_SD, gradient_of, self.points)
+        take(gradients)
+        return gradient_SD
 
     @property
     def reads_output(self) -> bool:
@@ -104,20 +85,6 @@ class StreamedGradients:
             stream_1SD: Tensor = self.module.attended(hidden_SD[None], angles)
         return stream_1SD[0]
 
-    def _outputs(self, samples: Sequence[Sample]) -> list[Tensor]:
-        """Return the mixture's outputs (S, D)."""
-        assert self.block.streamed is not None
-        sums: list[Tensor | None] = [None] * len(samples)
-        for number in range(len(self.block.streamed.ranges)):
-            experts = self.block.hold(number)
-            for place, sample in enumerate(samples):
-                sums[place] = self.added(sample.stream, sums[place], experts)
-        return [
-            self.mixed(sample.stream, sum_SD)
-            for sample, sum_SD in zip(samples, sums, strict=True)
-            if sum_SD is not None
-        ]
-
     def added(self, stream_SD: Tensor, sum_SD: Tensor | None, experts: range) -> Tensor:
         """Return the sum (S, D) over experts with the outputs of these added."""
         x_SD, routing = self.module.routed(stream_SD)
@@ -129,19 +96,13 @@ class StreamedGradients:
         mixed_SD: Tensor = self.module.with_shared(self.module.routed(stream_SD)[0], sum_SD)
         return mixed_SD
 
-    def enter(
-        self,
-        sample: Sample,
-        number: int,
-        mixed_SD: Tensor | None,
-        gradient_of: Callable[[int, Tensor], Tensor],
-    ) -> None:
-        """Go back from the layer's output to the mixture's."""
+    def enter(self, sample: Sample, mixed_SD: Tensor | None, gradient_of: Callable[[Tensor], Tensor]) -> None:
+        """Go back from the layer's output to the mixture's. `gradient_of`: as in `DifferentiableLayer.pull_back`."""
         mixed_SD = torch.zeros_like(sample.stream) if mixed_SD is None else mixed_SD
         mixed_SD = mixed_SD.detach().requires_grad_()
         with torch.enable_grad():
             output_SD = sample.stream + self.module.written("mlp_out_norm", mixed_SD)
-        sample.outgoing = gradient_of(number, output_SD.detach())
+        sample.outgoing = gradient_of(output_SD.detach())
         (sample.mixed,) = torch.autograd.grad(output_SD, [mixed_SD], sample.outgoing)
 
     def share(self, sample: Sample, take: Take) -> None:
