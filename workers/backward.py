@@ -17,7 +17,6 @@ from torch import Tensor
 from manifests.errors import NumericsError
 from manifests.records import ArrayRecord
 from pipeline.kernels.gradients import cut_logits, draw_labels
-from pipeline.methods.method import Moment
 from pipeline.units.sharding import GRID_TOKENS
 from pipeline.units.units import Backward, ShardDone
 from stores.arrays import ArrayReader
@@ -29,10 +28,10 @@ from workers.forward_pass import CalibrationPass
 from workers.gradient_samples import GradientOf, GradientSamples, SamplesState
 from workers.layer_gradients import LayerGradients
 from workers.sums import Squares
+from workers.tapped_layer import Taps
 
 ROWS_PER_HEAD = 256
 LINEAGE = Backward.lineage
-Take = Callable[[Moment, Tensor], None]  # receives a sample's gradients (S, F) at a moment's point
 
 
 class BackwardPass(CalibrationPass):
@@ -40,16 +39,16 @@ class BackwardPass(CalibrationPass):
 
     def run(self, unit: Backward) -> ShardDone:
         """Run a unit. Raises the errors of `gradients`."""
-        add = self.sums.adder(unit)
+        taps = self.sums.taps(unit)
         with tensor_cores(self.setup.dtype), self.sums.adding(unit):
-            record = self.gradients(unit, add)
+            record = self.gradients(unit, taps)
         record = record if unit.store else None
         return ShardDone({}, None, record, self.setup.gradient_count(unit.shard) * self.setup.sequence)
 
-    def gradients(self, unit: Backward, take: Take | None) -> ArrayRecord | None:
+    def gradients(self, unit: Backward, taps: Taps) -> ArrayRecord | None:
         """Run all samples of the unit's shard. Return the record of gradients at the layer's inputs, if stored.
 
-        `take`: adds the unit's moments; None if they are not wanted.
+        `taps`: receive the gradients (S, F) of each sample at their points.
 
         Raises:
             NumericsError: NaN or infinity, naming layer and point.
@@ -59,11 +58,11 @@ class BackwardPass(CalibrationPass):
             assert unit.part is not None
             self.hidden.release_beyond(LINEAGE, unit.base)
             with self.computing():
-                self._samples(unit, unit.layer, take, unit.part).forth(unit.part)
+                self._samples(unit, unit.layer, (), unit.part).forth(unit.part)
             return None
         entered = unit.part is not None and self._state(unit, unit.layer).entered
         gradient_of = _needs_none if entered else self._gradients_at_output(unit)
-        return self._through(unit, unit.layer, gradient_of, take, unit.part, emit=unit.emit, store=unit.store)
+        return self._through(unit, unit.layer, gradient_of, taps, unit.part, emit=unit.emit, store=unit.store)
 
     def begin(self, unit: Backward, squares: Squares) -> None:
         """Run the first tokens of the unit's samples, to choose grids, until no moment is silent.
@@ -71,12 +70,12 @@ class BackwardPass(CalibrationPass):
         The gradients omit the effect on later tokens. Raises the errors of `gradients`.
         """
         gradient_of: GradientOf | None = None
+        taps = squares.taps(unit)
         with tensor_cores(self.setup.dtype):
             for sample in range(self._opened(unit, unit.layer).shape[0]):
                 if gradient_of is None and not self._state(unit, unit.layer, sample).entered:
                     gradient_of = _beginning(self._gradients_at_output(unit))
-                samples = self._samples(unit, unit.layer, squares.see, unit.part, sample)
-                for _ in self._back(unit, samples, unit.layer, gradient_of or _needs_none, squares.see, unit.part):
+                for _ in self._back(unit, unit.layer, gradient_of or _needs_none, taps, unit.part, sample):
                     pass
                 if not squares.silent:
                     return
@@ -94,7 +93,7 @@ class BackwardPass(CalibrationPass):
             reader = self.hidden.load((LINEAGE, unit.base, unit.shard), unit.base_record)
         gradient_of = self._head_gradient(unit) if reader is None else _read_from(reader)
         for layer in range(nearest - 1, unit.layer, -1):
-            self._through(unit, layer, gradient_of, None, emit=True, store=False)
+            self._through(unit, layer, gradient_of, (), emit=True, store=False)
             reader = self.hidden.get((LINEAGE, layer, unit.shard))
             assert reader is not None
             gradient_of = _read_from(reader)
@@ -105,54 +104,55 @@ class BackwardPass(CalibrationPass):
         unit: Backward,
         layer: int,
         gradient_of: GradientOf,
-        take: Take | None,
+        taps: Taps,
         part: int | None = None,
         *,
         emit: bool,
         store: bool,
     ) -> ArrayRecord | None:
         """Run all samples back through a layer, or a part of it, and hold the gradients at its inputs if `emit`."""
-        samples = self._samples(unit, layer, take, part)
-        if samples.parts > 1 and part == 0:
-            samples.layer.block.hold(0, -1)  # first, because a layer that is read ahead takes the place of a part
-        if samples.parts == 1 or part == 0:
-            self.layers.read_ahead(unit.ahead if layer == unit.layer else layer - 1, back=not unit.probe)
-        gradients = self._back(unit, samples, layer, gradient_of, take, part)
+        gradients = self._back(unit, layer, gradient_of, taps, part)
         if not emit or part:
             for _ in gradients:
                 pass
             return None
-        shape_MSD = len(samples.samples), self.setup.sequence, self.setup.geometry.hidden
+        samples, sequence, features = self._opened(unit, layer).shape
         key, dtype = (LINEAGE, layer, unit.shard), residual_dtype(self.setup.dtype)
-        return self.hidden.keep_parts(key, shape_MSD, dtype, (each[None] for each in gradients), 1, store=store)
+        parts = (gradient_SD[None] for gradient_SD in gradients)
+        return self.hidden.keep_parts(key, (samples, sequence, features), dtype, parts, 1, store=store)
 
     def _back(
         self,
         unit: Backward,
-        samples: GradientSamples,
         layer: int,
         gradient_of: GradientOf,
-        take: Take | None,
+        taps: Taps,
         part: int | None,
+        grid: int | None = None,
     ) -> Iterator[Tensor]:
-        """Yield the gradients (S, D) at the layer's inputs for each sample, behind its first part."""
+        """Yield the gradients (S, D) at the layer's inputs for each sample, behind its first part. `grid`: see
+        `_samples`."""
+        samples = self._samples(unit, layer, taps, part, grid)
+        if grid is None and (samples.parts == 1 or part == 0):
+            samples.layer.block.hold(0, -1)  # first, because a layer that is read ahead takes the place of a part
+            self.layers.read_ahead(unit.ahead if layer == unit.layer else layer - 1, back=not unit.probe)
 
         def see(gradients: Mapping[str, Tensor]) -> None:
-            for moment in unit.moments:
-                if take is not None and moment.point in gradients:
-                    take(moment, gradients[moment.point])
+            for point, tap in taps:
+                if point in gradients:
+                    tap(gradients[point])
 
         reads_output = unit.probe or self.hidden.get((LINEAGE, layer + 1, unit.shard)) is None
         with self.computing():
             yield from samples.back(part, gradient_of, see, reads_output=reads_output)
 
     def _samples(
-        self, unit: Backward, layer: int, take: Take | None, part: int | None, grid: int | None = None
+        self, unit: Backward, layer: int, taps: Taps, part: int | None, grid: int | None = None
     ) -> GradientSamples:
         """Return the unit's samples at a layer. `grid`: only the first tokens of this sample, to choose grids."""
         step = 1 if part is None or unit.forth else 0 if unit.alone else -1
         block, inputs = self.layers.differentiable_block(layer, part or 0, step), self._opened(unit, layer)
-        points = sorted({moment.point for moment in unit.moments}) if take is not None else []
+        points = sorted({point for point, _ in taps})
         tokens = None if grid is None else GRID_TOKENS
 
         def read(sample: int) -> Tensor:

@@ -22,7 +22,7 @@ from workers.hidden import HiddenStates
 from workers.layers import LayerReader
 from workers.shards import Computing, Read, Shard
 from workers.sums import LayerSums, Squares
-from workers.tapped_layer import Tap, TappedLayer, sample_tap
+from workers.tapped_layer import TappedLayer, Taps, sample_tap
 from workers.tensor_transfer import get_available
 from workers.written_tensors import WrittenTensors
 
@@ -122,7 +122,7 @@ class ForwardPass(CalibrationPass):
         shared = partial(get_available, self.sums.transfer, unit.weights)
         return self.layers.block(unit.layer, unit.staged, shared)
 
-    def _taps(self, unit: Forward, samples: dict[Moment, Tensor]) -> list[tuple[str, Tap]]:
+    def _taps(self, unit: Forward, samples: dict[Moment, Tensor]) -> Taps:
         """Return taps for the unit's moments. A shard is not added to sums that contain it."""
         first = self.setup.sample_range(unit.shard)[0] * self.setup.sequence
         taps = [
@@ -130,7 +130,7 @@ class ForwardPass(CalibrationPass):
             for moment in unit.moments
             if moment.kind == "sample"
         ]
-        return taps + self.sums.taps(unit)
+        return [*taps, *self.sums.taps(unit)]
 
     def _keep_inputs(self, unit: Forward, inputs: HiddenReader) -> ArrayRecord:
         """Store the inputs of the samples that the backward pass will run."""

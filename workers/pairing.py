@@ -5,7 +5,7 @@ Legend: M samples of a shard, S sequence, D hidden, B micro-batch, F features at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any
@@ -18,13 +18,14 @@ from manifests.records import ArrayRecord, StagedLayer
 from pipeline.families.blocks import Block, MLPBlock
 from pipeline.kernels.normed import before_norm
 from pipeline.units.units import Pair, ShardDone
+from workers.branched_layer import Places
 from workers.copies import HiddenReader
 from workers.device_settings import tensor_cores
 from workers.forward_pass import CalibrationPass, CalibrationShard
 from workers.layers import LayerReader
 from workers.shards import Read
 from workers.sums import Squares
-from workers.tapped_layer import Tap, TappedLayer
+from workers.tapped_layer import Tap, TappedLayer, Taps
 
 
 class PairedLayer:
@@ -33,23 +34,17 @@ class PairedLayer:
     They are side by side, (B, S, 2·D), the dense model's first.
     """
 
-    parts = 1
-
     def __init__(self, dense: TappedLayer | None, packed: TappedLayer | None, *, both_dense: bool = False) -> None:
         """Without one of them, outputs are those of the other alone. `both_dense`: both models are the dense one."""
         self.dense, self.packed, self.both_dense = dense, packed, both_dense
-
-    @property
-    def index(self) -> int:
-        """Return the number of the layer."""
-        return next(layer.index for layer in (self.dense, self.packed) if layer is not None)
+        self.index, self.parts = next(layer.index for layer in (dense, packed) if layer is not None), 1
 
     def run(
         self,
         hidden_BSD: Tensor,
-        taps: Iterable[tuple[str, Callable[..., None]]] = (),
+        taps: Taps = (),
         output: bool = True,
-        places: None = None,
+        places: Places | None = None,
     ) -> Tensor | None:
         """Return both models' outputs; None if `output` is off. Taps receive x and e, see `layer_pairs`."""
         dense_BSD, packed_BSD = hidden_BSD.chunk(2, dim=-1)
@@ -64,10 +59,6 @@ class PairedLayer:
         if self.packed is not None:
             outputs.append(outputs[0] if self.both_dense else _run(self.packed, packed_BSD))
         return torch.cat(outputs, dim=-1)
-
-    def ends_with(self, part: int | None) -> bool:
-        """Return True: the only part is the last."""
-        return True
 
     def every_expert(self) -> AbstractContextManager[None]:
         """Return a context in which x and e are of every expert on all tokens."""
@@ -105,6 +96,7 @@ class PairPass(CalibrationPass):
     def run(self, unit: Pair) -> ShardDone:
         """Run a unit. Raises the errors of `Worker.execute`, naming layer and point."""
         shard, taps = PairedShard(self, unit), self.sums.taps(unit)
+        record: ArrayRecord | None
         with tensor_cores(self.setup.dtype), self.sums.adding(unit):
             inputs = shard.inputs(unit)
             if unit.targets:

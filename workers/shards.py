@@ -10,7 +10,7 @@ Legend: M samples of a shard, B micro-batch, S sequence, D hidden, T tokens of a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Protocol, cast
@@ -26,34 +26,22 @@ from workers.copies import HiddenReader
 from workers.embedding_and_head import embedding
 from workers.hidden import HiddenStates, ShardKey
 from workers.layers import LayerReader
-from workers.tapped_layer import TappedLayer
+from workers.tapped_layer import TappedLayer, Taps
 
 STREAM = -1  # the stage of the residual stream; stage n is the sum over the experts of n parts
-Taps = Sequence[tuple[str, Callable[..., None]]]
 Read = Callable[[], Tensor]
 Output = tuple[Read, Tensor]  # reads the layer's input (B, S, D); its output (B, S, D)
 Computing = Callable[[], AbstractContextManager[None]]
 
 
 class Layer(Protocol):
-    """A layer on the device, such as `TappedLayer`, whose methods these are."""
+    """A layer on the device, such as `TappedLayer`, whose attributes and methods these are."""
 
-    @property
-    def index(self) -> int:
-        """Return the layer's number."""
-        ...
-
-    @property
-    def parts(self) -> int:
-        """Return the number of parts in which all micro-batches pass the layer."""
-        ...
+    index: int
+    parts: int
 
     def run(self, hidden_BSD: Tensor, taps: Taps, output: bool, places: Places | None) -> Tensor | None:
         """Return the layer's output for a micro-batch."""
-        ...
-
-    def ends_with(self, part: int | None) -> bool:
-        """Return True if a part of a pass is the layer's last."""
         ...
 
     def every_expert(self) -> AbstractContextManager[None]:
@@ -154,7 +142,7 @@ class Shard(ABC):
                     see(read, output_BSD)
                 yield output_BSD
 
-        if emit and layer.ends_with(part):
+        if emit and (part is None or part + 1 >= layer.parts):
             return self.hold(layer.index + 1, seen(), store=store)
         for _ in seen():
             pass
@@ -184,7 +172,7 @@ class Shard(ABC):
             with self.computing():
                 output_BSD = layer.run(hidden_BSD, taps, output, self.places(start, stop))
             if output_BSD is not None:
-                yield lambda hidden_BSD=hidden_BSD: hidden_BSD, output_BSD
+                yield partial(_itself, hidden_BSD), output_BSD
 
     def begin(self, layer: Layer, inputs: HiddenReader, taps: Taps, *, output: bool = False) -> Tensor | None:
         """Pass the first tokens of the first sample, with every expert, for the taps. Return the output if wanted."""
@@ -303,3 +291,7 @@ class PartedPass:
         reader = self.hidden.get(key)
         assert reader is not None
         return reader
+
+
+def _itself(hidden_BSD: Tensor) -> Tensor:
+    return hidden_BSD

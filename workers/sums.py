@@ -8,6 +8,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from pipeline.kernels.exact_sums import DiagonalSum, Grid, MomentSum, choose_gri
 from pipeline.kernels.gradients import sample_square_norms
 from pipeline.methods.method import Moment
 from pipeline.units.sums import SUMMED, Collect, CollectDone
-from pipeline.units.units import Forward, Pair, Summable
-from workers.tapped_layer import overflow_advice
+from pipeline.units.units import Summable
+from workers.tapped_layer import Taps, overflow_advice
 from workers.tensor_transfer import TensorTransfer
 
 NORMS = "norms-"  # prefix of the names of samples' norms, which travel with the bands of a sum
@@ -43,7 +44,7 @@ class LayerSums:
         self.passes: dict[str, _PassSums] = {}
         self.latest = ""  # name of the latest pass
 
-    def taps(self, unit: Forward | Pair) -> list[tuple[str, Callable[..., None]]]:
+    def taps(self, unit: Summable) -> Taps:
         """Return taps that add a unit's moments; none if the sums already contain its shard."""
         add = self.adder(unit)
         return [] if add is None else _taps(unit, add)
@@ -182,7 +183,7 @@ class Squares:
         self.by_moment: dict[Moment, Grid] = {}
         self.silent: set[Moment] = set()
 
-    def taps(self, unit: Forward | Pair) -> list[tuple[str, Callable[..., None]]]:
+    def taps(self, unit: Summable) -> Taps:
         """Return taps for all moments that are summed."""
         return _taps(unit, self.see)
 
@@ -194,13 +195,13 @@ class Squares:
                 self.see(moment, torch.zeros(1, self.layer.features(moment.point)))
         return self.by_moment
 
-    def see(self, moment: Moment, values: Tensor, *errors: Tensor) -> None:
+    def see(self, moment: Moment, values: Tensor, errors: Tensor | None = None) -> None:
         """Choose the grid of a moment, unless an earlier micro-batch with nonzero values has chosen it.
 
         `errors`: of a pair, whose values must be finite.
         """
-        if errors:
-            self.by_moment[moment] = choose_pair_grid(values, *errors, self.tokens)
+        if errors is not None:
+            self.by_moment[moment] = choose_pair_grid(values, errors, self.tokens)
             return
         if (moment in self.by_moment and moment not in self.silent) or not values.numel():
             return
@@ -216,13 +217,18 @@ def _summed(unit: Summable) -> tuple[Moment, ...]:
     return tuple(moment for moment in unit.moments if moment.kind in SUMMED)
 
 
-def _taps(unit: Forward | Pair, take: Callable[..., None]) -> list[tuple[str, Callable[..., None]]]:
+def _taps(unit: Summable, take: Callable[..., None]) -> Taps:
     """Return taps that pass on the values of each moment that is summed; of a pair, x and e."""
     return [(moment.point, _checked(unit.layer, moment, take)) for moment in _summed(unit)]
 
 
 def _checked(layer: int, moment: Moment, take: Callable[..., None]) -> Callable[..., None]:
-    """Return a tap that raises NumericsError, naming layer and point, unless values are finite."""
+    """Return a tap that raises NumericsError, naming layer and point, unless values are finite.
+
+    Gradients are checked where they are computed.
+    """
+    if moment.kind == "gradient":
+        return partial(take, moment)
     where = "both models" if moment.kind == "pair" else "activations"
 
     def check(values: Tensor, *errors: Tensor) -> None:

@@ -175,7 +175,7 @@ def _note_forward_work(path: Path) -> None:
         return through(self, unit, layer, *arguments, **options)
 
     Worker._forward = noted_forward  # type: ignore[method-assign]
-    CalibrationShard._replay = noted_replay  # type: ignore[method-assign]
+    CalibrationShard._replay = noted_replay  # type: ignore[method-assign,assignment]
     BackwardPass._through = noted_through  # type: ignore[method-assign]
 
 

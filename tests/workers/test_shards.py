@@ -31,7 +31,7 @@ class ScriptedLayer:
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        self.dtype, self.device, self.streamed = dtype, torch.device("cpu"), SimpleNamespace(ranges=RANGES)
+        self.dtype, self.device = dtype, torch.device("cpu")
         self.module: Any = SimpleNamespace(routed=self.routed, with_experts=self.with_experts, finished=self.finished)
         self.calls: list[tuple[str, int]] = []
         self.held, self.taps, self.faulty = -1, 0, False
