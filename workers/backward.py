@@ -22,11 +22,10 @@ from pipeline.units.units import Backward, ShardDone
 from stores.arrays import ArrayReader
 from workers.copies import HiddenReader
 from workers.device_settings import tensor_cores
-from workers.differentiable import residual_dtype
+from workers.differentiable import LayerGradients, residual_dtype
 from workers.embedding_and_head import head
 from workers.forward_pass import CalibrationPass
 from workers.gradient_samples import GradientOf, GradientSamples, SamplesState
-from workers.layer_gradients import LayerGradients
 from workers.sums import Squares
 from workers.tapped_layer import Taps
 

@@ -18,8 +18,8 @@ from functools import partial
 from torch import Tensor
 
 from workers.copies import HiddenReader
+from workers.differentiable import LayerGradients, Sample, Take
 from workers.hidden import HiddenStates, ShardKey
-from workers.layer_gradients import LayerGradients, Sample, Take
 
 STREAM, OUTGOING, MIXED, SUM, INPUTS, WEIGHTS = "stream", "outgoing", "mixed", "sum", "inputs", "weights"
 GradientOf = Callable[[int, Tensor], Tensor]  # sample of the shard, layer output (S, D) -> its gradient (S, D)

@@ -42,6 +42,7 @@ from pipeline.units.units import (
     SolveDone,
     SolveSizes,
     SolveUnit,
+    Summable,
     Unit,
     Write,
 )
@@ -91,7 +92,8 @@ class Worker:
         self.layers = LayerReader(setup, self.device)
         self.sums = LayerSums(self.transfer, self.device, setup.geometry.hidden)
         shared = setup, self.layers, self.hidden, self.activations, self.sums, self._tokens, self._computing
-        self.forwards, self.pairs, self.backward = ForwardPass(*shared), PairPass(*shared), BackwardPass(*shared)
+        self.pairs, self.backward = PairPass(*shared), BackwardPass(*shared)
+        self.passes: dict[type, Any] = {Forward: ForwardPass(*shared), Pair: self.pairs, Backward: self.backward}
         self.totals = Totals(self.transfer, self.statistics, self.device, setup.tokens_shape)
         self.refinement = RefinePass(
             setup, self.layers, self.activations, self._problem, self._statistics, self._computing
@@ -111,9 +113,7 @@ class Worker:
         """
         handlers: dict[type, Callable[[Any], Any]] = {
             ReadLayer: self._read_part,
-            Forward: self._forward,
-            Pair: self._pair,
-            Backward: self._backward,
+            **dict.fromkeys(self.passes, self._pass_shard),
             ChooseGrids: self._choose_grids,
             Collect: self.sums.collect,
             CheckGrids: self.totals.check,
@@ -173,25 +173,14 @@ class Worker:
     def _read_part(self, unit: ReadLayer) -> ReadDone:
         return ReadDone(self.transfer.put(self.layers.read_part(unit.layer, unit.part, unit.parts)))
 
-    def _forward(self, unit: Forward) -> ShardDone:
-        return replace(self.forwards.run(unit), worker=self.name)
-
-    def _pair(self, unit: Pair) -> ShardDone:
-        return replace(self.pairs.run(unit), worker=self.name)
-
-    def _backward(self, unit: Backward) -> ShardDone:
-        return replace(self.backward.run(unit), worker=self.name)
+    def _pass_shard(self, unit: Summable) -> ShardDone:
+        return replace(self.passes[type(unit)].run(unit), worker=self.name)
 
     def _choose_grids(self, unit: ChooseGrids) -> ChooseGridsDone:
         forward = unit.forward
         tokens = self.setup.gradient_tokens if isinstance(forward, Backward) else self.setup.calibration_tokens
         squares = Squares(tokens, self.setup.geometry.layers[forward.layer])
-        if isinstance(forward, Pair):
-            self.pairs.begin(forward, squares)
-        elif isinstance(forward, Backward):
-            self.backward.begin(forward, squares)
-        else:
-            self.forwards.begin(forward, squares)
+        self.passes[type(forward)].begin(forward, squares)
         return ChooseGridsDone(
             {moment: self.transfer.put(grid.packed()) for moment, grid in squares.grids(forward).items()}
         )

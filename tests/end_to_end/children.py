@@ -34,8 +34,7 @@ from tests.end_to_end.blackout import Disk
 from tests.end_to_end.jobs import COMMANDS, Job, in_process
 from tests.probing import probe_small_matrices
 from workers.backward import BackwardPass
-from workers.forward_pass import CalibrationShard
-from workers.worker import Worker
+from workers.forward_pass import CalibrationShard, ForwardPass
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["__main__", __name__])
@@ -155,13 +154,13 @@ def _main(
 
 def _note_forward_work(path: Path) -> None:
     """Write a line for each pass of a calibration shard through a layer, also when it recomputes lost states."""
-    forward, replay, through = Worker._forward, CalibrationShard._replay, BackwardPass._through
+    forward, replay, through = ForwardPass.run, CalibrationShard._replay, BackwardPass._through
 
     def note(line: str) -> None:
         with path.open("a") as file:
             file.write(line + "\n")
 
-    def noted_forward(self: Worker, unit: Any) -> Any:
+    def noted_forward(self: ForwardPass, unit: Any) -> Any:
         note(unit.key)
         return forward(self, unit)
 
@@ -174,7 +173,7 @@ def _note_forward_work(path: Path) -> None:
         note(unit.key if layer == unit.layer else f"replay/backward/{layer}/{unit.shard}")
         return through(self, unit, layer, *arguments, **options)
 
-    Worker._forward = noted_forward  # type: ignore[method-assign]
+    ForwardPass.run = noted_forward  # type: ignore[method-assign]
     CalibrationShard._replay = noted_replay  # type: ignore[method-assign,assignment]
     BackwardPass._through = noted_through  # type: ignore[method-assign]
 

@@ -18,10 +18,9 @@ from stores.activations import ActivationStore
 from tests import factories
 from tests.workers import bench
 from workers.config import WorkerConfig
-from workers.differentiable import DifferentiableLayer
+from workers.differentiable import DifferentiableLayer, LayerGradients
 from workers.gradient_samples import GradientSamples, SamplesState
 from workers.hidden import HiddenStates
-from workers.layer_gradients import LayerGradients
 from workers.layers import LayerReader
 from workers.tapped_layer import TappedLayer
 from workers.worker import Worker
