@@ -8,10 +8,16 @@ from manifests.blocks import Block, Count, LearningRate
 from manifests.calibration import Text
 
 # How a healing trains, for the training and for its plan.
-STEP_TOKENS = 4096  # of a step; at least a window for each process
+STEPS = 256  # of a training, about; more of a long text
+STEP_TOKENS = 4096  # of a step, at most; at least a window for each process
 MICRO_TOKENS = 2048  # about, of the windows that pass the model at a time
 CHECKPOINTED_BYTES = 4 * 2**30  # of activations of a micro-batch, from which they are computed twice
 LOGIT_ROWS = 256  # tokens whose logits are in memory at a time
+
+
+def step_windows(windows: int, length: int, epochs: int, processes: int) -> int:
+    """Return the windows of a step, for a text of `windows` of `length` tokens and for `processes` that train."""
+    return max(1, min(windows * epochs // STEPS, STEP_TOKENS // length), processes)
 
 
 class Heal(Block):
@@ -23,11 +29,12 @@ class Heal(Block):
     `text`: what it is trained on; null: the calibration samples. `tokens`: how many of it; null: all. `epochs`: how
     often each window is trained on. `learning_rate`: the largest; `auto` is 3e-5 at a hidden size of 576, and falls
     with 1 / hidden size. `what`: `auto` trains factors, coefficients, refitted matrices, norms and biases of compressed
-    layers; `norms` trains norms and biases alone. Embeddings, heads and routers stay.
+    layers, and scales and levels of rounded ones; `codes` also chooses the codes of rounded matrices again; `norms`
+    trains norms and biases alone. Embeddings, heads and routers stay.
     """
 
     text: Text | None = None
     tokens: Count | None = None
     epochs: Count = 1
     learning_rate: LearningRate = "auto"
-    what: Literal["auto", "norms"] = "auto"
+    what: Literal["auto", "codes", "norms"] = "auto"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from manifests.heal import CHECKPOINTED_BYTES, LOGIT_ROWS, MICRO_TOKENS, STEP_TOKENS
+from manifests.heal import CHECKPOINTED_BYTES, LOGIT_ROWS, MICRO_TOKENS, step_windows
 from manifests.schema import Manifest
 from pipeline.cost_model.phases import WORKERS_SECONDS
 from pipeline.cost_model.rates import Rates
@@ -86,14 +86,15 @@ def healing_work(manifest: Manifest, geometry: Geometry, share: float, itemsize:
     processes, layers = manifest.workers.max, geometry.num_layers
     activations = 4 * ACTIVATION_NUMBERS * geometry.hidden * layers * max(length, MICRO_TOKENS)
     twice = activations > CHECKPOINTED_BYTES
-    steps = math.ceil(heal.epochs * tokens / max(STEP_TOKENS, processes * length))
+    windows = max(1, tokens // length)
+    steps = math.ceil(heal.epochs * windows / step_windows(windows, length, heal.epochs, processes))
     numbers = int(geometry.model_numbers() * share)
     whole = min(numbers, geometry.model_numbers() - geometry.decoder_numbers())  # embeddings and head
     written = numbers - whole
     rounding, trained = manifest.quantize, written
     memory = whole * MASTER_BYTES
     if rounding is not None:  # scales train, and codes stay; rows are multiplied out while a layer computes
-        trained = written // (rounding.group or LONG_GROUP)
+        trained = written if heal.what == "codes" else written // (rounding.group or LONG_GROUP)
         bits = 8 if rounding.bits == "auto" else rounding.bits
         memory += written * bits // 8 // processes + MULTIPLIED_OUT * (written // layers if twice else written)
     memory += trained // processes * (MASTER_BYTES + STATE_BYTES)

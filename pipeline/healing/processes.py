@@ -61,5 +61,10 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor that the processes have parts of; all of them at the same time."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def _device() -> torch.device:
     return torch.device("cuda") if dist.get_backend() != "gloo" and torch.cuda.is_available() else torch.device("cpu")

@@ -8,7 +8,7 @@ Legend: B windows, S tokens of a window, T tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -26,18 +26,19 @@ import lamina  # noqa: F401 - registers its classes, so that no code of the chec
 from lamina.decoder_layer_lamina import find
 from lamina.embedding_lamina import finish_logits
 from lamina.factored_lamina import StoredFactor, stored_factors
-from lamina.levels_lamina import LEVELS, PACKED, SCALE, WORD_BITS, TableLinear
+from lamina.levels_lamina import PACKED
 from lamina.processor_lamina import product_dtype
 from manifests.errors import InputError
 from manifests.heal import CHECKPOINTED_BYTES
 from pipeline.healing.processes import Processes, local
+from pipeline.healing.rounded import LATENT, TrainedTable, even_codes, train_rounded
 
 
 class Student:
     """A compressed model. Only the named tensors are trained.
 
     Attributes:
-        trained: stored name -> parameter in float32.
+        trained: stored name -> parameter in float32; of packed codes, the weight that they follow.
     """
 
     def __init__(
@@ -58,13 +59,14 @@ class Student:
 
         Raises InputError if a named tensor is no parameter.
         """
-        self.model = _loaded(folder, device, processes)
+        self.model = _loaded(folder, device, processes, names)
         self.model.config.attention_dropout = 0.0
         self.dtypes, self.device = names, device
         self.half_products = product_dtype(torch.bfloat16, device) is torch.bfloat16
         self.factors = {stored: (name, factor) for name, (stored, factor) in stored_factors(self.model).items()}
         parameters = dict(self.model.named_parameters())
         self.trained = {name: _parameter(parameters, self._path(name), name) for name in sorted(names)}
+        self.tables = {name: self._table(name) for name in self.trained if name.endswith(f".{PACKED}")}
         for parameter in self.trained.values():
             parameter.requires_grad_(True)
         self.model.eval()
@@ -96,15 +98,18 @@ class Student:
         return self.logits(norm(outputs_TD.to(self.device, torch.float32)))
 
     def rounded_copy(self) -> dict[str, Tensor]:
-        """Return this process's parts of the trained tensors, on the CPU, in the dtypes that a checkpoint stores."""
+        """Return this process's parts of the trained tensors, on the CPU, in the dtypes that a checkpoint stores. Codes
+        are those for the present scales: call it in the block of `rounded`."""
+        stored = {name: table.pack_codes() for name, table in self.tables.items()}
         return {
-            name: parameter.detach().to("cpu", self.dtypes[name], copy=True) for name, parameter in self.trained.items()
+            name: stored.get(name, parameter.detach()).to("cpu", self.dtypes[name], copy=True)
+            for name, parameter in self.trained.items()
         }
 
     @contextmanager
     def rounded(self) -> Iterator[None]:
         """Compute with the weights as they would be stored, in the block. The exact ones wait on the CPU."""
-        parts = {name: local(parameter.detach()) for name, parameter in self.trained.items()}
+        parts = {name: local(self.trained[name].detach()) for name in self.trained.keys() - self.tables.keys()}
         masters = {name: part.to("cpu", copy=True) for name, part in parts.items()}
         for name, part in parts.items():
             part.copy_(part.to(self.dtypes[name]))
@@ -115,7 +120,14 @@ class Student:
                 part.copy_(masters[name])
 
     def _path(self, stored: str) -> str:
+        if stored.endswith(f".{PACKED}"):
+            return f"{stored.removesuffix(PACKED)}{LATENT}"
         return self.factors[stored][0] if stored in self.factors else stored
+
+    def _table(self, stored: str) -> TrainedTable:
+        table = self.model.get_submodule(stored.removesuffix(f".{PACKED}"))
+        assert isinstance(table, TrainedTable)
+        return table
 
 
 def stored_forms(folder: Path) -> dict[str, StoredFactor]:
@@ -140,14 +152,14 @@ def _parameter(parameters: Mapping[str, nn.Parameter], path: str, stored: str) -
     return parameters[path]
 
 
-def _loaded(folder: Path, device: torch.device, processes: Processes) -> Any:
+def _loaded(folder: Path, device: torch.device, processes: Processes, trained: Container[str]) -> Any:
     """Load a model in float32, each process a part of its layers. Process 0 reads it, and sends it layer by layer."""
     if processes.rank == 0:
         with _undivided():
             model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     else:
         model = _empty(folder)
-    _train_codes(model, processes.first(_even_codes(model)))
+    train_rounded(model, processes.first(even_codes(model)), trained)
     model.requires_grad_(False)
     if processes.count == 1:
         return model.to(device)
@@ -184,36 +196,6 @@ def _undivided() -> Iterator[None]:
         yield
     finally:
         compressor.is_distributed = original
-
-
-def _even_codes(model: nn.Module) -> dict[str, tuple[int, int | None]]:
-    """Return the linears that compressed-tensors stores as codes of even steps: path → (bits, group)."""
-    even = {}
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Linear) and hasattr(module, PACKED):
-            words, scales = getattr(module, PACKED).shape[1], getattr(module, SCALE).shape[1]
-            group = module.in_features // scales if scales > 1 else None
-            even[path] = (words * WORD_BITS // module.in_features, group)
-    return even
-
-
-def _train_codes(model: nn.Module, even: Mapping[str, tuple[int, int | None]]) -> None:
-    """Make the stored tensors of rounded matrices parameters, which FSDP cuts. Scales and levels train; the levels of
-    even steps do not."""
-    for path, (bits, group) in even.items():
-        linear: Any = model.get_submodule(path)
-        with next(linear.parameters()).device:
-            table = TableLinear(linear, bits, group)
-            table.weight_levels = torch.arange(2**bits, dtype=torch.float32) - 2 ** (bits - 1)
-        for name in (PACKED, SCALE) if hasattr(linear, PACKED) else ():
-            setattr(table, name, getattr(linear, name).detach())
-        model.set_submodule(path, table)
-    for path, module in model.named_modules():
-        if isinstance(module, TableLinear):
-            for name in (PACKED, SCALE) if path in even else (PACKED, SCALE, LEVELS):
-                stored: Tensor = getattr(module, name)
-                delattr(module, name)
-                module.register_parameter(name, nn.Parameter(stored, requires_grad=False))
 
 
 def _place(module: nn.Module, device: torch.device) -> None:

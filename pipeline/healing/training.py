@@ -120,13 +120,13 @@ class Training:
     def state(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint by name. They are not copies, unless they do not exist yet."""
         state = dict[str, Tensor]()
+        best = self.progress.best or self.student.rounded_copy()
         for name, parameter in self.student.trained.items():
             moments = self.optimizer.state.get(parameter, {})
             state[f"weight/{name}"] = parameter.detach()
             for kind in ("exp_avg", "exp_avg_sq"):
                 state[f"{kind}/{name}"] = moments.get(kind, torch.zeros_like(parameter))
-            empty = torch.zeros_like(parameter, dtype=self.student.dtypes[name], device="cpu")
-            state[BEST + name] = self.progress.best.get(name, empty)
+            state[BEST + name] = best[name]
         return state
 
     def load(self, state: Mapping[str, Tensor], step: int, curve: HealingCurve) -> None:
@@ -187,10 +187,12 @@ class Training:
 
     def _evaluate(self) -> None:
         """Measure the divergence on the held-out windows, with the weights as they would be stored; keep the best."""
+        step, curve, best = self.progress.step, self.progress.curve, self.progress.best
         with self.student.rounded(), torch.no_grad():
             divergence = self._held_out_divergence()
-        step, curve = self.progress.step, self.progress.curve
-        is_best = divergence < min(curve.divergences, default=math.inf)
+            is_best = divergence < min(curve.divergences, default=math.inf)
+            if is_best and step:
+                best = self.student.rounded_copy()
         curve = curve.model_copy(
             update={
                 "steps": (*curve.steps, step),
@@ -198,7 +200,6 @@ class Training:
                 "best": step if is_best else curve.best,
             }
         )
-        best = self.student.rounded_copy() if is_best and step else self.progress.best
         self.progress = Progress(step, curve, best)
         self.say(f"heal step {step} of {self.schedule.steps}: divergence {divergence:.4f} nats per token held out")
 

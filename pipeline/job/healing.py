@@ -23,7 +23,7 @@ import torch
 from lamina.mixture_lamina import ROUTER, ROUTER_BIAS
 from manifests.entries import HealedEntry, HealingEntry, TeacherEntry
 from manifests.errors import CorruptError, InputError
-from manifests.heal import STEP_TOKENS, Heal
+from manifests.heal import Heal, step_windows
 from manifests.importing import quick_imports
 from manifests.records import ArrayRecord, StagedRecord
 from manifests.schema import Workers
@@ -38,6 +38,7 @@ from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.held_out import score_held_out
 from pipeline.job.worker_session import job_workers, teacher_arrays
 from pipeline.kernels.teacher_rows import FORMAT
+from pipeline.rounding.schemes import LEVELS, PACKED
 from pipeline.units.scores import Windows
 from stores.checkpoint import verify_shard
 from stores.headers import DTYPES
@@ -246,16 +247,17 @@ def _student_folder(job: JobContext, run_dir: Path) -> Iterator[tuple[Path, Mapp
 
 def trained_tensors(job: JobContext, compression: Mapping[str, Any], settings: Heal) -> dict[str, torch.dtype]:
     """Return the stored names of the tensors that are trained, with their dtypes: in compressed layers, the tensors
-    that a method wrote, norms and biases. Routers stay."""
+    that a method wrote, norms and biases; packed codes if asked for. Routers stay."""
     names = {}
     for layer in sorted({task.layer for task in job.inputs.tasks}):
         entry, geometry = job.ledger.get(layer_key(layer)), job.inputs.geometry.layers[layer]
         assert entry is not None
         routers = tuple(f"{geometry.path(role)}." for role in (ROUTER, ROUTER_BIAS) if role in geometry.roles)
         for name, tensor in entry.staged.tensors.items():
-            dtype, flat = DTYPES[tensor.dtype], len(tensor.shape) == 1
-            written = compression["tensors"][name]["origin"] != "copied" and settings.what == "auto"
-            if dtype.is_floating_point and (flat or written) and not name.startswith(routers):
+            dtype, flat = DTYPES[tensor.dtype], len(tensor.shape) == 1 and not name.endswith(LEVELS)
+            written = compression["tensors"][name]["origin"] != "copied" and settings.what != "norms"
+            trains = dtype.is_floating_point or (settings.what == "codes" and name.endswith(PACKED))
+            if trains and (flat or written) and not name.startswith(routers):
                 names[name] = dtype
     return names
 
@@ -278,7 +280,9 @@ def _trained(
     begun = _begun(job, healing)
     schedule = Schedule(
         windows=sizes.trained,
-        per_step=begun.per_step if begun and begun.per_step else max(1, STEP_TOKENS // sizes.length, processes),
+        per_step=begun.per_step
+        if begun and begun.per_step
+        else step_windows(sizes.trained, sizes.length, settings.epochs, processes),
         epochs=settings.epochs,
         peak=default_rate(job.inputs.geometry.hidden) if asked == "auto" else asked,
         seed=job.manifest.seed,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import manifests.heal
 import pipeline.healing.checkpoints
 import pipeline.healing.training
 import pipeline.job.healing
@@ -27,7 +28,8 @@ SETTINGS = ("--set", "heal.epochs=8", "--set", "heal.learning_rate=0.003")
 
 @pytest.fixture(autouse=True)
 def _small_steps(inline: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline.job.healing, "STEP_TOKENS", 96)
+    monkeypatch.setattr(manifests.heal, "STEPS", 1)
+    monkeypatch.setattr(manifests.heal, "STEP_TOKENS", 96)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory, llama: Path, text: Path) 
     root = tmp_path_factory.mktemp("healed")
     made = Job(root / "job", llama, text).write()
     with without_ray(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline.job.healing, "STEP_TOKENS", 96)
+        patch.setattr(manifests.heal, "STEPS", 1)
+        patch.setattr(manifests.heal, "STEP_TOKENS", 96)
         assert made.run().json
         made.keep()
         assert command("heal", str(made.run_dir), "--json", *SETTINGS).json["healed"]

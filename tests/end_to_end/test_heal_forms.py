@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-import pipeline.job.healing
+import manifests.heal
 from tests.end_to_end.jobs import Job, command, load, read_tensors
 from tests.end_to_end.sources import make_source
 
@@ -30,7 +30,8 @@ FAMILIES = ("opt", "gemma2", "mixtral", "qwen3_next")
 
 @pytest.fixture(autouse=True)
 def _small_steps(inline: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline.job.healing, "STEP_TOKENS", 96)
+    monkeypatch.setattr(manifests.heal, "STEPS", 1)
+    monkeypatch.setattr(manifests.heal, "STEP_TOKENS", 96)
 
 
 def healed(made: Job) -> set[str]:
@@ -80,6 +81,14 @@ def test_scales_and_levels_train_while_codes_stay(form: str, job: MakeJob) -> No
     assert not any(name.endswith(("weight_packed", "weight_shape")) for name in changed)
     figures, held_out = made.compression()["healed"], made.ledger("held_out_score")
     assert figures["before"] == pytest.approx(held_out["divergence"], rel=0.02)
+
+
+@pytest.mark.parametrize("form", ["tables", pytest.param("factors", marks=pytest.mark.nightly)])
+def test_codes_train_through_the_rounding(form: str, job: MakeJob) -> None:
+    heal = {"epochs": 4, "learning_rate": 0.005, "what": "codes"}
+    changed = healed(job(heal=heal, **{"calibration.propagate": "dense", **ROUNDED[form]}))
+    assert any(name.endswith("weight_packed") for name in changed)
+    assert not any(name.endswith("weight_shape") for name in changed)
 
 
 @pytest.mark.nightly

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+import manifests.heal
 import pipeline.healing.training
 import pipeline.healing.training_process
 import pipeline.job.healing
@@ -30,7 +31,7 @@ SETTINGS = ("--set", "heal.epochs=8", "--set", "heal.learning_rate=0.003")
 
 def small_steps() -> None:
     """Make steps of three windows in a child."""
-    pipeline.job.healing.STEP_TOKENS = 96
+    manifests.heal.STEPS, manifests.heal.STEP_TOKENS = 1, 96
 
 
 def on_loopback() -> None:
@@ -143,7 +144,8 @@ def test_two_processes_of_ray_train_heal_as_one_does(solved: Job, monkeypatch: p
 
 
 def small_steps_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline.job.healing, "STEP_TOKENS", 96)
+    monkeypatch.setattr(manifests.heal, "STEPS", 1)
+    monkeypatch.setattr(manifests.heal, "STEP_TOKENS", 96)
 
 
 def assert_close(made: Job, one: dict[str, torch.Tensor], figures: dict[str, Any]) -> None:

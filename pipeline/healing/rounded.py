@@ -1,0 +1,110 @@
+"""Rounded linears while they are trained: scales, levels, and codes through a weight that is rounded again and again.
+
+docs/methods.md#healing.
+
+Legend: O outputs, I inputs, W words of a row, S scales of a row, g columns of a group, n levels.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Container, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lamina.levels_lamina import LEVELS, PACKED, SCALE, WORD_BITS, TableLinear, scaled_levels
+from pipeline.healing.processes import local, whole
+from pipeline.kernels.packing import pack
+
+LATENT = "latent"
+Even = Mapping[str, tuple[int, int | None]]  # path of a linear -> bits, columns that share a scale
+
+
+class TrainedTable(TableLinear):
+    """A rounded linear, weight = level · scale, whose stored tensors are parameters, so that FSDP cuts them.
+
+    Where codes train, `latent` (O, I) is rounded to the nearest levels in each forward pass. Its gradient is that of
+    the rounded weight (straight-through estimator, arXiv 1308.3432). The gradient of a scale is the sum of gradients
+    times level - latent / scale (learned step size, arXiv 1902.08153), and that of a level the sum over its weights.
+    """
+
+    latent: Tensor
+
+    def __init__(self, linear: Any, bits: int, group: int | None, even: bool, codes: bool) -> None:
+        """Take the place of a linear of rounded weights.
+
+        Args:
+            linear: holds `weight_packed` and `weight_scale`, and `weight_levels` unless `even`; none in a process that
+                waits for their values.
+            bits: of a code.
+            group: columns that share a scale; None: all.
+            even: the levels are whole numbers, and stay.
+            codes: they train.
+        """
+        with next(itertools.chain(linear.parameters(), linear.buffers())).device:
+            super().__init__(linear, bits, group)
+            if even:
+                self.weight_levels = torch.arange(2**bits, dtype=torch.float32) - 2 ** (bits - 1)
+        for name in (PACKED, SCALE) if even else (PACKED, SCALE, LEVELS):
+            stored: Tensor = getattr(linear, name, getattr(self, name)).detach()
+            delattr(self, name)
+            self.register_parameter(name, nn.Parameter(stored, requires_grad=False))
+        if codes:
+            weight_OI = scaled_levels(self.weight_packed, self.weight_scale, self.weight_levels, self.columns)
+            self.latent = nn.Parameter(weight_OI.detach(), requires_grad=False)
+
+    def rows(self, select: slice) -> Tensor:
+        """Return rows of the weight, multiplied out."""
+        if not hasattr(self, LATENT):
+            return super().rows(select)
+        scale_OS1 = self.weight_scale[select][..., None]
+        latent_OSg = self.latent[select].unflatten(1, (scale_OS1.shape[1], -1)) / scale_OS1
+        level_OSg = self.weight_levels[_nearest(latent_OSg, self.weight_levels)]
+        weight_OI: Tensor = (scale_OS1 * (level_OSg + (latent_OSg - latent_OSg.detach()))).flatten(1)
+        return weight_OI
+
+    def pack_codes(self) -> Tensor:
+        """Enter the codes of the latent weight, and return them (O, W). All processes call it at the same time."""
+        with torch.no_grad():
+            scale_OS1, levels_n = local(self.weight_scale)[..., None], whole(self.weight_levels)
+            latent_OSg = local(self.latent).unflatten(1, (scale_OS1.shape[1], -1)) / scale_OS1
+            codes_OI = _nearest(latent_OSg, levels_n).flatten(1) - len(levels_n) // 2
+            local(self.weight_packed).copy_(pack(codes_OI, (len(levels_n) - 1).bit_length()))
+        return self.weight_packed.detach()
+
+
+def even_codes(model: nn.Module) -> dict[str, tuple[int, int | None]]:
+    """Return the linears that compressed-tensors stores as codes of even steps."""
+    even = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear) and hasattr(module, PACKED):
+            words, scales = getattr(module, PACKED).shape[1], getattr(module, SCALE).shape[1]
+            group = module.in_features // scales if scales > 1 else None
+            even[path] = (words * WORD_BITS // module.in_features, group)
+    return even
+
+
+def train_rounded(model: nn.Module, even: Even, trained: Container[str]) -> None:
+    """Replace the linears of `even`, and those with tables of levels, by modules that train.
+
+    `trained`: the names of the tensors that train; with its `weight_packed`, the codes of a linear do.
+    """
+    schemes = {path: (*scheme, True) for path, scheme in even.items()}
+    for path, table in model.named_modules():
+        if isinstance(table, TableLinear):
+            scales = table.weight_scale.shape[1]
+            bits = (len(table.weight_levels) - 1).bit_length()
+            schemes[path] = (bits, table.columns // scales if scales > 1 else None, False)
+    for path, (bits, group, is_even) in schemes.items():
+        codes = f"{path}.{PACKED}" in trained
+        model.set_submodule(path, TrainedTable(model.get_submodule(path), bits, group, is_even, codes))
+
+
+def _nearest(values: Tensor, levels_n: Tensor) -> Tensor:
+    """Return the number of the level that is nearest to each value."""
+    with torch.no_grad():
+        ascending_n, order_n = levels_n.sort()
+        nearest: Tensor = order_n[torch.bucketize(values, (ascending_n[1:] + ascending_n[:-1]) / 2)]
+        return nearest
