@@ -174,7 +174,8 @@ class Worker:
         return ReadDone(self.transfer.put(self.layers.read_part(unit.layer, unit.part, unit.parts)))
 
     def _pass_shard(self, unit: Summable) -> ShardDone:
-        return replace(self.passes[type(unit)].run(unit), worker=self.name)
+        done: ShardDone = self.passes[type(unit)].run(unit)
+        return replace(done, worker=self.name)
 
     def _choose_grids(self, unit: ChooseGrids) -> ChooseGridsDone:
         forward = unit.forward
