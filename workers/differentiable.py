@@ -58,6 +58,11 @@ class DifferentiableLayer:
         for role in (*block.geometry.matrices, *reading):
             block.module.role(role).register_forward_pre_hook(self._cast)
 
+    def run(self, hidden_SD: Tensor) -> Tensor:
+        """Return the layer's output (S, D), in the residual's dtype."""
+        with torch.no_grad():
+            return self._forward(hidden_SD.to(residual_dtype(self.dtype)))
+
     def pull_back(
         self, hidden_SD: Tensor, gradient_of: Callable[[Tensor], Tensor], points: Sequence[str]
     ) -> tuple[Tensor, dict[str, Tensor]]:
