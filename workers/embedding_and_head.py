@@ -5,7 +5,7 @@ Legend: B batch, S sequence, T tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -16,7 +16,7 @@ from lamina.norms_lamina import make_norm
 from manifests.records import StagedLayer
 from workers.branched_layer import Places
 from workers.layers import LayerReader
-from workers.tapped_layer import Tap, TappedLayer
+from workers.tapped_layer import Taps
 from workers.wide_linear import widen_linears_
 
 HEAD_INPUT = "head.in"
@@ -70,31 +70,8 @@ def head_input(layers: LayerReader) -> Callable[[Tensor], Tensor]:
     return _loaded(layers, {layers.config.block["final_norm"]: norm}, None)[0]
 
 
-def tapped(
-    layers: LayerReader, block: TappedLayer, taps: Iterable[tuple[str, Tap]]
-) -> Callable[[Tensor, bool], Tensor | None]:
-    """Return a function that runs a layer with taps: (hidden states, output wanted) -> result of `TappedLayer.run`.
-
-    Taps may be inside the layer or, for the last layer, at `head.in`.
-    """
-    inside, see = split_taps(layers, taps)
-    if see is None:
-        return lambda hidden_BSD, output: block.run(hidden_BSD, inside, output=output)
-
-    def run(hidden_BSD: Tensor, output: bool) -> Tensor | None:
-        output_BSD = block.run(hidden_BSD, inside)
-        assert output_BSD is not None
-        see(output_BSD)
-        return output_BSD if output else None
-
-    return run
-
-
-def split_taps(
-    layers: LayerReader, taps: Iterable[tuple[str, Tap]]
-) -> tuple[list[tuple[str, Tap]], Callable[[Tensor], None] | None]:
+def split_taps(layers: LayerReader, taps: Taps) -> tuple[Taps, Callable[[Tensor], None] | None]:
     """Return the taps inside the layer, and a function that calls those at `head.in`, if any, with its outputs."""
-    taps = list(taps)
     inside = [(point, tap) for point, tap in taps if point != HEAD_INPUT]
     behind = [tap for point, tap in taps if point == HEAD_INPUT]
     if not behind:

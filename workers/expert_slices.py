@@ -6,11 +6,8 @@ slice does not change the result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-
-from torch import Tensor
 
 from lamina import LayersConfig
 from pipeline.units.sharding import expert_ranges
@@ -45,22 +42,6 @@ class ExpertSlices:
         """Return True if a tensor is of a slice, or with `outside` of no slice."""
         own = self.number(name)
         return outside if own is None else own == number
-
-
-@dataclass(frozen=True)
-class StreamedExperts:
-    """The slices of a layer, and the function that loads their tensors.
-
-    Attributes:
-        path: the path, below the layer, of the module of all experts.
-        ranges: the experts of each slice.
-        load: returns the tensors of a slice, by names below the layer, in the forward's dtype on the device. Its
-            second argument is the step to the next slice, as in `TappedLayer.hold`.
-    """
-
-    path: str
-    ranges: tuple[range, ...]
-    load: Callable[[int, int], Mapping[str, Tensor]]
 
 
 def expert_slices(config: LayersConfig, layer: int, prefix: str, size: int) -> ExpertSlices | None:

@@ -5,11 +5,12 @@ Legend: M samples of a shard, S sequence, D hidden, B micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from manifests.records import ArrayRecord, StagedLayer
 from pipeline.units.units import ReplayUnit
@@ -162,10 +163,25 @@ class HiddenStates:
                 self.spilled[shard_key] = record
         return record
 
-    def keep_reader(self, shard_key: ShardKey, hidden_writer: HiddenWriter) -> HiddenReader:
-        """Keep the written outputs, as `keep`, and return a reader of them."""
-        self.keep(shard_key, hidden_writer)
-        return self.held[shard_key]
+    def keep_parts(
+        self,
+        shard_key: ShardKey,
+        shape_MSD: tuple[int, int, int],
+        dtype: torch.dtype,
+        parts: Iterable[Tensor],
+        batch: int,
+        *,
+        store: bool = False,
+    ) -> ArrayRecord | None:
+        """Write a shard's outputs, which come micro-batch by micro-batch, and keep them as `keep` does.
+
+        Arguments as in `hidden_writer`. Samples that end earlier than the shard's longest are padded with zeros.
+        """
+        writer = self.hidden_writer(shard_key, shape_MSD, dtype, store, batch)
+        for part_BSD in parts:
+            missing = shape_MSD[1] - part_BSD.shape[1]
+            writer.append(functional.pad(part_BSD, (0, 0, 0, missing)) if missing else part_BSD)
+        return self.keep(shard_key, writer)
 
     def release(self, shard_key: ShardKey) -> None:
         """Release the hidden states under this key, if any."""

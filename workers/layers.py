@@ -28,7 +28,7 @@ from stores.threads import parallel_map
 from workers.config import WorkerConfig
 from workers.copies import Copies
 from workers.differentiable import DifferentiableLayer
-from workers.expert_slices import ExpertSlices, StreamedExperts, expert_slices
+from workers.expert_slices import ExpertSlices, expert_slices
 from workers.memory import return_freed_pages
 from workers.streamed_weights import StreamedWeights
 from workers.tapped_layer import TappedLayer
@@ -173,12 +173,13 @@ class LayerReader:
         tensors = placed(start, True, step)
         if slices is None:
             return TappedLayer(config, geometry, tensors, self.device)
-        path = slices.prefix.removeprefix(geometry.prefix).rstrip(".")
-        first = {name: tensors.pop(name) for name in [*tensors] if name.startswith(f"{path}.")}
-        streamed = StreamedExperts(
-            path, slices.ranges, lambda number, step: first if first else placed(number, False, step)
-        )
-        block = TappedLayer(config, geometry, tensors, self.device, streamed)
+        path = slices.prefix.removeprefix(geometry.prefix)
+        first = {name: tensors.pop(name) for name in [*tensors] if name.startswith(path)}
+
+        def load(number: int, step: int) -> dict[str, Tensor]:
+            return first if first else placed(number, False, step)
+
+        block = TappedLayer(config, geometry, tensors, self.device, slices.ranges, load)
         block.hold(start)
         first.clear()
         return block
@@ -273,7 +274,7 @@ class LayerReader:
         start = len(slices.ranges) - 1 if slices is not None and back else 0
         self.following = partial(self._read_ahead, layer, staged, shared, start, True)
         block = None if self.current is None else self.current[1]
-        if not isinstance(block, TappedLayer) or block.ends_with(block.held):
+        if not isinstance(block, TappedLayer) or block.held + 1 == block.parts:
             self._begin_following()
 
     def _begin_following(self) -> None:

@@ -7,194 +7,149 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lamina.mixture_lamina import ROUTER
-from manifests.errors import NumericsError
 from manifests.records import ArrayRecord, StagedLayer
 from pipeline.families.blocks import Block, MLPBlock
-from pipeline.kernels.checks import require_finite
 from pipeline.kernels.normed import before_norm
-from pipeline.methods.method import Moment
-from pipeline.units.sharding import GRID_TOKENS
-from pipeline.units.units import Pair
-from stores.activations import ActivationStore
-from workers.config import WorkerConfig
+from pipeline.units.units import Pair, ShardDone
+from workers.branched_layer import Places
 from workers.copies import HiddenReader
-from workers.embedding_and_head import embedding
-from workers.hidden import HiddenStates
+from workers.device_settings import tensor_cores
+from workers.forward_pass import CalibrationPass, CalibrationShard
 from workers.layers import LayerReader
-from workers.tapped_layer import Tap, TappedLayer, overflow_advice
+from workers.shards import Read
+from workers.sums import Squares
+from workers.tapped_layer import Tap, TappedLayer, Taps
 
-LINEAGE = "paired"
-Take = Callable[[Moment, Tensor, Tensor], None]  # receives the values at a moment's point: x, and e
+
+class PairedLayer:
+    """The dense layer and the current draft of the compressed one, as one layer of both models' hidden states.
+
+    They are side by side, (B, S, 2·D), the dense model's first.
+    """
+
+    def __init__(self, dense: TappedLayer | None, packed: TappedLayer | None, *, both_dense: bool = False) -> None:
+        """Without one of them, outputs are those of the other alone. `both_dense`: both models are the dense one."""
+        self.dense, self.packed, self.both_dense = dense, packed, both_dense
+        self.index, self.parts = next(layer.index for layer in (dense, packed) if layer is not None), 1
+
+    def run(
+        self,
+        hidden_BSD: Tensor,
+        taps: Taps = (),
+        output: bool = True,
+        places: Places | None = None,
+    ) -> Tensor | None:
+        """Return both models' outputs; None if `output` is off. Taps receive x and e, see `layer_pairs`."""
+        dense_BSD, packed_BSD = hidden_BSD.chunk(2, dim=-1)
+        if of_points := dict(taps):
+            assert self.dense is not None
+            assert self.packed is not None
+            for point, values, errors in layer_pairs(self.dense, self.packed, dense_BSD, packed_BSD, of_points):
+                of_points[point](values, errors)
+        if not output:
+            return None
+        outputs = [] if self.dense is None else [_run(self.dense, dense_BSD)]
+        if self.packed is not None:
+            outputs.append(outputs[0] if self.both_dense else _run(self.packed, packed_BSD))
+        return torch.cat(outputs, dim=-1)
+
+    def every_expert(self) -> AbstractContextManager[None]:
+        """Return a context in which x and e are of every expert on all tokens."""
+        assert self.packed is not None
+        return self.packed.every_expert()
 
 
-class PairPass:
+class PairedShard(CalibrationShard):
+    """A calibration shard on its way through both models."""
+
+    def __init__(self, owner: PairPass, unit: Pair) -> None:
+        super().__init__(owner, unit.lineage, unit.shard, models=2)
+        self.packed, self.unit = owner.packed, unit
+
+    def embedded(self) -> Iterator[Tensor]:
+        """Yield the inputs (B, S, 2·D) of the first layer."""
+        for hidden_BSD in super().embedded():
+            yield torch.cat((hidden_BSD, hidden_BSD), dim=-1)
+
+    def layer(self, number: int, staged: StagedLayer | None) -> PairedLayer:
+        """Return a layer of both models."""
+        dense = self.layers.block(number, None)
+        packed = self.packed.block(number, staged) if staged is not None else dense
+        return PairedLayer(dense, packed, both_dense=self.unit.both_dense)
+
+
+class PairPass(CalibrationPass):
     """Runs a worker's `Pair` units, and holds a compressed layer in addition to the worker's dense one."""
 
-    def __init__(
-        self,
-        setup: WorkerConfig,
-        layers: LayerReader,
-        hidden: HiddenStates,
-        store: ActivationStore,
-        tokens: Callable[[int, int], Tensor],
-        computing: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self.setup = setup
-        self.layers = layers
-        self.packed = LayerReader(setup, layers.device)
-        self.hidden = hidden
-        self.store = store
-        self.tokens = tokens
-        self.computing = computing
+    @cached_property
+    def packed(self) -> LayerReader:
+        """Return the reader of compressed layers."""
+        return LayerReader(self.setup, self.layers.device)
 
-    def run(self, unit: Pair, take: Take | None) -> ArrayRecord | None:
-        """Run a unit. Return the record of the outputs, if stored. `take`: adds the unit's moments; None: sum nothing.
+    def run(self, unit: Pair) -> ShardDone:
+        """Run a unit. Raises the errors of `Worker.execute`, naming layer and point."""
+        shard, taps = PairedShard(self, unit), self.sums.taps(unit)
+        record: ArrayRecord | None
+        with tensor_cores(self.setup.dtype), self.sums.adding(unit):
+            inputs = shard.inputs(unit)
+            if unit.targets:
+                record = self._store_targets(unit, shard, inputs)
+            elif unit.known is not None:
+                record = self._behind_targets(unit, shard, self.activations.open(unit.known), inputs)
+            else:
+                layer = shard.layer(unit.layer, unit.staged)
+                self.layers.read_ahead(unit.ahead)
+                record = shard.through(layer, inputs, taps, emit=unit.emit, store=unit.store)
+        return ShardDone({}, None, record, self.setup.samples_of(unit.shard) * self.setup.sequence)
 
-        Raises:
-            NumericsError: NaN or infinity, naming layer and point.
-            CorruptError: stored hidden states or a staged layer are damaged.
-        """
-        inputs = self._inputs(unit)
-        if unit.targets:
-            return self._store_targets(unit, inputs)
-        return self._through(unit, unit.layer, unit.staged, inputs, take, emit=unit.emit)
-
-    def begin(self, unit: Pair, take: Take) -> None:
-        """Run the first tokens of a unit's shard to choose grids. Raises the errors of `run`."""
-        inputs, (dense, packed) = self._inputs(unit), self._blocks(unit.layer, unit.staged)
-        dense_BSD, packed_BSD = (hidden_BSD[:, :GRID_TOKENS] for hidden_BSD in self._read(inputs, 0, 1))
-        with packed.every_expert():
-            self._take(unit, take, dense, packed, dense_BSD, packed_BSD)
+    def begin(self, unit: Pair, squares: Squares) -> None:
+        """Run the first tokens of a unit's shard, to choose the grids of its sums."""
+        shard = PairedShard(self, unit)
+        with tensor_cores(self.setup.dtype):
+            inputs = shard.inputs(unit)
+            shard.begin(shard.layer(unit.layer, unit.staged), inputs, squares.taps(unit))
 
     def release(self) -> None:
         """Release the compressed layer."""
         self.packed.release()
 
-    def _store_targets(self, unit: Pair, inputs: HiddenReader) -> ArrayRecord:
+    def _store_targets(self, unit: Pair, shard: PairedShard, inputs: HiddenReader) -> ArrayRecord:
         """Store the dense layer's outputs and the inputs of the training. Hold both models' outputs if `unit.emit`."""
-        dense, packed = self._blocks(unit.layer, unit.staged)
+        dense_alone = PairedLayer(self.layers.block(unit.layer, None), None)
+        layer = shard.layer(unit.layer, unit.staged) if unit.emit else dense_alone
         self.layers.read_ahead(unit.ahead)
-        shape, dtype, shard_key = self._shape(unit.shard), self.setup.dtype, (LINEAGE, unit.layer + 1, unit.shard)
-        hidden = self.hidden.hidden_writer(shard_key, shape, dtype, False, self._batch) if unit.emit else None
-        with self.store.writer("targets", unit.layer, unit.shard, shape, dtype, self._batch) as writer:
-            for start, stop in self.setup.micro_batches(unit.shard):
-                dense_BSD, packed_BSD = self._read(inputs, start, stop)
-                with self.computing():
-                    output_BSD = _run(dense, dense_BSD)
-                    if hidden is not None:
-                        other_BSD = output_BSD if unit.both_dense else _run(packed, packed_BSD)
-                        hidden.append(torch.cat((output_BSD, other_BSD), dim=-1))
+        features, shape, dtype = self.setup.geometry.hidden, shard.shape, self.setup.dtype
+        with self.activations.writer("targets", unit.layer, unit.shard, shape, dtype, shard.batch) as writer:
+
+            def see(read: Read, output_BSD: Tensor) -> None:
+                dense_BSD, packed_BSD = read().chunk(2, dim=-1)
                 input_BSD = packed_BSD if unit.share == 1.0 else _mixed(dense_BSD, packed_BSD, unit.share)
-                writer.append(torch.cat((output_BSD, input_BSD), dim=-1).cpu())
-            if hidden is not None:
-                self.hidden.keep(shard_key, hidden)
+                writer.append(torch.cat((output_BSD[..., :features], input_BSD), dim=-1).cpu())
+
+            shard.through(layer, inputs, emit=unit.emit, see=see)
             return writer.commit()
 
-    def _replay(self, unit: Pair, layer: int, staged: StagedLayer | None, inputs: HiddenReader) -> HiddenReader:
-        self._through(unit, layer, staged, inputs, None, emit=True)
-        return self._held(layer + 1, unit.shard)
-
-    def _embedded(self, shard: int) -> HiddenReader:
-        embed, (first, _) = embedding(self.layers), self.setup.sample_range(shard)
-        writer = self.hidden.hidden_writer(
-            (LINEAGE, 0, shard), self._shape(shard), self.setup.dtype, False, self._batch
-        )
-        for start, stop in self.setup.micro_batches(shard):
-            hidden_BSD = embed(self.tokens(first + start, first + stop))
-            writer.append(torch.cat((hidden_BSD, hidden_BSD), dim=-1))
-        self.hidden.keep((LINEAGE, 0, shard), writer)
-        return self._held(0, shard)
-
-    def _through(
-        self,
-        unit: Pair,
-        layer: int,
-        staged: StagedLayer | None,
-        inputs: HiddenReader,
-        take: Take | None,
-        *,
-        emit: bool,
+    def _behind_targets(
+        self, unit: Pair, shard: PairedShard, targets: HiddenReader, inputs: HiddenReader
     ) -> ArrayRecord | None:
-        """Run all micro-batches through both layers, for values at the unit's points and, with `emit`, for outputs."""
-        own = layer == unit.layer
-        if own and unit.known is not None:
-            return self._behind_targets(unit, unit.known, inputs)
-        dense, packed = self._blocks(layer, staged)
-        self.layers.read_ahead(unit.ahead if own else None)
-        shard_key = (LINEAGE, layer + 1, unit.shard)
-        shape = self._shape(unit.shard)
-        store = own and unit.store
-        writer = self.hidden.hidden_writer(shard_key, shape, self.setup.dtype, store, self._batch) if emit else None
-        for start, stop in self.setup.micro_batches(unit.shard):
-            dense_BSD, packed_BSD = self._read(inputs, start, stop)
-            if take is not None:
-                self._take(unit, take, dense, packed, dense_BSD, packed_BSD)
-            with self.computing():
-                if writer is not None:
-                    output_BSD = _run(dense, dense_BSD)
-                    other_BSD = output_BSD if unit.both_dense else _run(packed, packed_BSD)
-                    writer.append(torch.cat((output_BSD, other_BSD), dim=-1))
-        return self.hidden.keep(shard_key, writer) if writer is not None else None
-
-    def _behind_targets(self, unit: Pair, known: ArrayRecord, inputs: HiddenReader) -> ArrayRecord | None:
         """Hold the outputs of the compressed layer, and those of the dense layer that the targets contain."""
         self.layers.read_ahead(unit.ahead)
-        packed, targets = self.packed.block(unit.layer, unit.staged), self.store.open(known)
-        shard_key = (LINEAGE, unit.layer + 1, unit.shard)
-        writer = self.hidden.hidden_writer(
-            shard_key, self._shape(unit.shard), self.setup.dtype, unit.store, self._batch
-        )
-        for start, stop in self.setup.micro_batches(unit.shard):
-            (output_BSD, _), (_, packed_BSD) = self._read(targets, start, stop), self._read(inputs, start, stop)
-            with self.computing():
-                writer.append(torch.cat((output_BSD, _run(packed, packed_BSD)), dim=-1))
-        return self.hidden.keep(shard_key, writer)
+        packed_alone = PairedLayer(None, self.packed.block(unit.layer, unit.staged))
 
-    def _take(
-        self, unit: Pair, take: Take, dense: TappedLayer, packed: TappedLayer, dense_BSD: Tensor, packed_BSD: Tensor
-    ) -> None:
-        of_points = {moment.point: moment for moment in unit.moments}
-        with self.computing():
-            for point, values, errors in layer_pairs(dense, packed, dense_BSD, packed_BSD, of_points):
-                try:
-                    require_finite("errors", errors)
-                    require_finite("values", values)
-                except ValueError as error:
-                    advice = overflow_advice(values.dtype)
-                    raise NumericsError(f"layer {unit.layer}: both models at {point}: {error}; {advice}") from error
-                take(of_points[point], values, errors)
+        def outputs() -> Iterator[Tensor]:
+            compressed = shard.outputs(packed_alone, inputs)
+            for (start, stop), (_, output_BSD) in zip(shard.batches, compressed, strict=True):
+                dense_BSD, _ = targets.read(start, stop).to(self.layers.device).chunk(2, dim=-1)
+                yield torch.cat((dense_BSD, output_BSD), dim=-1)
 
-    def _inputs(self, unit: Pair) -> HiddenReader:
-        return self.hidden.inputs(LINEAGE, unit, partial(self._embedded, unit.shard), partial(self._replay, unit))
-
-    def _blocks(self, layer: int, staged: StagedLayer | None) -> tuple[TappedLayer, TappedLayer]:
-        """Return the dense layer, and the current draft of the compressed one."""
-        dense = self.layers.block(layer, None)
-        return dense, self.packed.block(layer, staged) if staged is not None else dense
-
-    def _read(self, inputs: HiddenReader, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return the hidden states of the dense and of the compressed model."""
-        dense_BSD, packed_BSD = inputs.read(start, stop).to(self.layers.device).chunk(2, dim=-1)
-        return dense_BSD, packed_BSD
-
-    def _held(self, layer: int, shard: int) -> HiddenReader:
-        reader = self.hidden.get((LINEAGE, layer, shard))
-        assert reader is not None
-        return reader
-
-    def _shape(self, shard: int) -> tuple[int, int, int]:
-        return self.setup.samples_of(shard), self.setup.tokens_shape[1], 2 * self.setup.geometry.hidden
-
-    @property
-    def _batch(self) -> int:
-        return self.setup.micro_batch
+        return shard.hold(unit.layer + 1, outputs(), store=unit.store)
 
 
 def _mixed(dense_BSD: Tensor, packed_BSD: Tensor, share: float) -> Tensor:

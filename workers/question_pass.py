@@ -13,7 +13,7 @@ from torch import Tensor
 
 from manifests.errors import NumericsError
 from pipeline.kernels.checks import all_finite
-from pipeline.units.questions import ROW_WIDTH, Answer, Answers, Questions
+from pipeline.units.questions import ROW_WIDTH, Answer, Answers, Questions, QuestionShard
 from pipeline.units.scores import Score, WindowForward
 from workers.branched_layer import Places
 from workers.copies import HiddenReader
@@ -31,7 +31,7 @@ class QuestionPass(ScorePass):
     def answer(self, unit: Answer) -> Answers:
         """Answer the questions of one shard. Raises the errors of `Worker.execute`."""
         shard = QuestionWindows(self, unit)
-        answers = shard.answers(shard.inputs())
+        answers = shard.answers(shard.inputs(unit))
         self.hidden.release_shard(shard.lineage, unit.shard)
         return answers
 
@@ -39,12 +39,16 @@ class QuestionPass(ScorePass):
 class QuestionWindows(WindowShard):
     """The shard of one unit, with windows of its own length."""
 
-    def __init__(self, owner: ScorePass, unit: WindowForward | Score) -> None:
-        super().__init__(owner, unit)
-        assert isinstance(unit.windows, Questions)
-        self.at = unit.windows.of[unit.shard]
-        self.length = self.at.length
-        self.batch = max(1, round(unit.windows.batch_tokens / self.length))
+    def _sizes(self) -> tuple[int, int, int]:
+        assert isinstance(self.unit.windows, Questions)
+        batch = max(1, round(self.unit.windows.batch_tokens / self.at.length))
+        return self.at.windows, self.at.length, batch
+
+    @property
+    def at(self) -> QuestionShard:
+        """Return where the shard's windows and their questions are."""
+        assert isinstance(self.unit.windows, Questions)
+        return self.unit.windows.of[self.unit.shard]
 
     def places(self, start: int, stop: int) -> Places | None:
         """Return the places of the tokens of some windows; None: each window is one sequence."""
@@ -63,7 +67,7 @@ class QuestionWindows(WindowShard):
         """
         to_logits = head(self.layers, self.unit.staged)
         window_P, row_P, target_P, question_P = self.numbers[-4 * self.at.places :].view(-1, 4).long().T
-        rows_R, index_P = torch.unique(window_P * self.length + row_P, return_inverse=True)
+        rows_R, index_P = torch.unique(window_P * self.at.length + row_P, return_inverse=True)
         hidden_RD = self._rows(last, rows_R)
         log_P = torch.empty(len(row_P), dtype=torch.float64)
         likeliest_P = torch.empty(len(row_P), dtype=torch.bool)
@@ -78,8 +82,8 @@ class QuestionWindows(WindowShard):
     def _rows(self, last: HiddenReader, rows_R: Tensor) -> Tensor:
         """Return the last layer's outputs (R, D) at rows of the shard, in ascending order."""
         parts = []
-        for start, stop in self._micro_batches():
-            first, end = start * self.length, stop * self.length
+        for start, stop in self.batches:
+            first, end = start * self.at.length, stop * self.at.length
             inside_R = rows_R[(rows_R >= first) & (rows_R < end)] - first
             parts.append(last.read(start, stop).flatten(0, 1)[inside_R].to(self.layers.device))
         return torch.cat(parts)
@@ -94,10 +98,11 @@ class QuestionWindows(WindowShard):
     @property
     def ends(self) -> Tensor:
         """Return the end of each token (M, S)."""
-        return self.numbers[self.at.tokens : 2 * self.at.tokens].view(self.at.windows, self.length)
+        return self.numbers[self.at.tokens : 2 * self.at.tokens].view(self.at.windows, self.at.length)
 
-    def _tokens(self, start: int, stop: int) -> Tensor:
-        ids_MS = self.numbers[: self.at.tokens].view(self.at.windows, self.length)
+    def tokens(self, start: int, stop: int) -> Tensor:
+        """Return token ids (B, S) of some of the shard's windows, without padding beyond the longest."""
+        ids_MS = self.numbers[: self.at.tokens].view(self.at.windows, self.at.length)
         return ids_MS[start:stop, : self.longest(start, stop)].long().to(self.layers.device)
 
 

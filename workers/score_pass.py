@@ -5,8 +5,8 @@ Legend: M windows of a shard, S their length, B of these at a time, D hidden, T 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 
@@ -22,14 +22,13 @@ from pipeline.kernels.teacher_rows import encode_rows, row_bytes
 from pipeline.units.scores import Score, Scored, Teach, WindowForward, Windows
 from pipeline.units.units import ShardDone
 from stores.activations import ActivationStore
-from workers.branched_layer import Places
 from workers.config import WorkerConfig
 from workers.copies import HiddenReader
 from workers.device_settings import tensor_cores
-from workers.embedding_and_head import embedding, head
+from workers.embedding_and_head import head
 from workers.hidden import WINDOWS, HiddenStates, InMemory
 from workers.layers import LayerReader
-from workers.sliced_pass import SlicedPass, SlicedShard
+from workers.shards import Computing, Shard
 
 TEACHER = "teacher"  # the phase of stored rows
 ROWS_PER_LOGITS = 256  # large enough for a fast product, small enough for its result to stay in a cache
@@ -79,7 +78,7 @@ class ScorePass:
         device: torch.device,
         hidden: HiddenStates,
         activations: ActivationStore,
-        computing: Callable[[], AbstractContextManager[None]],
+        computing: Computing,
     ) -> None:
         self.setup = setup
         self.device = device
@@ -87,22 +86,23 @@ class ScorePass:
         self.activations = activations
         self.computing = computing
         self.reader: LayerReader | None = None
-        self.sliced = SlicedPass(hidden, computing)
 
     def forward(self, unit: WindowForward) -> ShardDone:
         """Run one shard through one layer. Raises the errors of `Worker.execute`."""
         shard = self.shard(unit)
-        inputs = shard.inputs()
-        record = shard.through(unit.layer, unit.staged, inputs, unit.store, (unit.ahead, unit.ahead_staged), unit.part)
-        stored = record if unit.store else None
-        if stored is not None and unit.layer + 1 == self.setup.geometry.num_layers:
+        inputs, layer = shard.inputs(unit), shard.layer(unit.layer, unit.staged)
+        if layer.parts == 1 or unit.part is not None:
+            shard.layers.read_ahead(unit.ahead, unit.ahead_staged)
+        record = shard.through(layer, inputs, part=unit.part, store=unit.store)
+        if record is not None and unit.layer + 1 == self.setup.geometry.num_layers:
             self.hidden.release_shard(shard.lineage, unit.shard)
-        return ShardDone({}, None, stored, shard.windows_M * shard.length)
+        samples, length, _ = shard.shape
+        return ShardDone({}, None, record, samples * length)
 
     def score(self, unit: Score) -> Scored:
         """Score one shard. Raises the errors of `Worker.execute`."""
         shard = self.shard(unit)
-        inputs, last = shard.inputs(), unit.staged
+        inputs, last = shard.inputs(unit), unit.staged
         if unit.dense is None:
             scored = summed_loss(shard.logits((inputs, last)))
         else:
@@ -117,9 +117,10 @@ class ScorePass:
     def teach(self, unit: Teach) -> ArrayRecord:
         """Store the rows of one shard. Raises the errors of `Worker.execute`."""
         shard = WindowShard(self, unit)
-        inputs, scored = shard.inputs(), shard.length - unit.windows.unscored
-        shape = (shard.windows_M, scored, row_bytes(self.setup.geometry.vocab))
-        first, waiting, waiting_rows = shard.first * scored, list[Tensor](), 0
+        samples, length, _ = shard.shape
+        inputs, scored = shard.inputs(unit), length - unit.windows.unscored
+        shape = (samples, scored, row_bytes(self.setup.geometry.vocab))
+        first, waiting, waiting_rows = shard.first_window * scored, list[Tensor](), 0
         with self.activations.writer(TEACHER, unit.layer, unit.shard, shape, torch.uint8) as writer:
             for (logits_TV,), _ in shard.logits((inputs, unit.staged)):
                 waiting.append(encode_rows(logits_TV, first).cpu())
@@ -147,60 +148,40 @@ class ScorePass:
             self.reader.ahead = None
 
 
-class WindowShard:
-    """The shard of one unit."""
+class WindowShard(Shard):
+    """The windows of one unit."""
 
     def __init__(self, owner: ScorePass, unit: WindowForward | Score) -> None:
         self.owner = owner
         self.unit = unit
-        self.layers = owner.layers(unit.windows)
-        self.lineage = f"{WINDOWS}{unit.model}"
         setup = owner.setup
         self.token_source = next(
             source for source in (unit.windows.tokens, setup.token_ids, setup.tokens) if source is not None
         )
-        self.length, self.batch = int(self.token_source.shape[1]), unit.windows.micro_batch
-        self.first, end = unit.windows.ranges[unit.shard]
-        self.windows_M = end - self.first
+        samples, length, batch = self._sizes()
+        super().__init__(
+            owner.hidden,
+            owner.layers(unit.windows),
+            self._computing,
+            f"{WINDOWS}{unit.model}",
+            unit.shard,
+            (samples, length, setup.geometry.hidden),
+            batch,
+        )
 
-    def inputs(self) -> HiddenReader:
-        """Return the inputs of the unit's layer; see `HiddenStates.inputs`."""
-        return self.owner.hidden.inputs(self.lineage, self.unit, self._embedded, self._replay)
+    def _sizes(self) -> tuple[int, int, int]:
+        """Return the number of windows, their length, and the number of windows in a micro-batch."""
+        first, end = self.unit.windows.ranges[self.unit.shard]
+        return end - first, int(self.token_source.shape[1]), self.unit.windows.micro_batch
 
-    def through(
-        self,
-        layer: int,
-        staged: StagedLayer | None,
-        inputs: HiddenReader,
-        store: bool = False,
-        ahead: tuple[int | None, StagedLayer | None] = (None, None),
-        part: int | None = None,
-    ) -> ArrayRecord | None:
-        """Run a layer, or a part of it, and hold its outputs. Return their record if they were stored."""
-        block = self.layers.block(layer, staged)
-        if block.streamed is None or part is not None:
-            self.layers.read_ahead(*ahead)
+    def first_layer(self) -> StagedLayer | None:
+        """Return the staged layer 0 if it may hold the embedding table."""
+        return self.unit.replay[0] if self.unit.layer else self.unit.staged
 
-        def outputs() -> Iterator[Tensor]:
-            if block.streamed is not None:
-                shape_MSD = (self.windows_M, self.length, self.owner.setup.geometry.hidden)
-                key, batches = (self.lineage, layer, self.unit.shard), self._micro_batches()
-                at = SlicedShard(block, key, self.layers.version, inputs, shape_MSD, batches)
-                with tensor_cores(self.owner.setup.dtype):
-                    yield from (output_BSD for _, output_BSD in self.owner.sliced.run(at, part=part))
-                return
-            for start, stop in self._micro_batches():
-                hidden_BSD = inputs.read(start, stop)[:, : self.longest(start, stop)].to(self.layers.device)
-                with self.owner.computing(), tensor_cores(self.owner.setup.dtype):
-                    output_BSD = block.run(hidden_BSD, places=self.places(start, stop))
-                assert output_BSD is not None
-                yield output_BSD
-
-        if block.ends_with(part):
-            return self._keep(layer + 1, outputs(), store=store)
-        for _ in outputs():
-            raise AssertionError("only the last part of a layer has outputs")
-        return None
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        with self.owner.computing(), tensor_cores(self.owner.setup.dtype):
+            yield
 
     def logits(self, *outputs: tuple[HiddenReader, StagedLayer | None]) -> Iterator[LogitRows]:
         """Yield logits (T, V) for each of the last layers' outputs, and the next tokens (T,), some rows at a time.
@@ -211,12 +192,12 @@ class WindowShard:
         """
         heads = {last and last.path: head(self.layers, last) for _, last in outputs}
         first = self.unit.windows.unscored
-        for start, stop in self._micro_batches():
+        for start, stop in self.batches:
             hidden = [
                 reader.read(start, stop).to(self.layers.device)[:, first - 1 : -1].flatten(0, 1)
                 for reader, _ in outputs
             ]
-            target_T = self._tokens(start, stop)[:, first:].flatten()
+            target_T = self.tokens(start, stop)[:, first:].flatten()
             for rows in range(0, len(target_T), ROWS_PER_LOGITS):
                 part = slice(rows, rows + ROWS_PER_LOGITS)
                 logits = tuple(
@@ -228,39 +209,6 @@ class WindowShard:
                 yield logits, target_T[part]
                 del logits
 
-    def _embedded(self) -> HiddenReader:
-        first = self.unit.replay[0] if self.unit.layer else self.unit.staged
-        embed = embedding(self.layers, first)
-        batches = self._micro_batches()
-        self._keep(0, (embed(self._tokens(start, stop), self.places(start, stop)) for start, stop in batches))
-        return self._held(0)
-
-    def _replay(self, layer: int, staged: StagedLayer | None, inputs: HiddenReader) -> HiddenReader:
-        self.through(layer, staged, inputs)
-        return self._held(layer + 1)
-
-    def _keep(self, layer: int, parts: Iterable[Tensor], *, store: bool = False) -> ArrayRecord | None:
-        hidden, shard_key = self.owner.hidden, (self.lineage, layer, self.unit.shard)
-        shape_MSD = (self.windows_M, self.length, self.owner.setup.geometry.hidden)
-        writer = hidden.hidden_writer(shard_key, shape_MSD, self.layers.setup.dtype, store, self.batch)
-        for part_BSD in parts:
-            missing = self.length - part_BSD.shape[1]
-            writer.append(functional.pad(part_BSD, (0, 0, 0, missing)) if missing else part_BSD)
-        return hidden.keep(shard_key, writer)
-
-    def _held(self, layer: int) -> HiddenReader:
-        reader = self.owner.hidden.get((self.lineage, layer, self.unit.shard))
-        assert reader is not None
-        return reader
-
-    def places(self, start: int, stop: int) -> Places | None:
-        """Return the places of the tokens of some windows; None: each window is one sequence."""
-        return None
-
-    def longest(self, start: int, stop: int) -> int:
-        """Return the tokens of the longest of some windows, without padding."""
-        return self.length
-
     @cached_property
     def ids(self) -> HiddenReader:
         """Return the token ids of all windows, which only the embedding and the head read."""
@@ -268,10 +216,11 @@ class WindowShard:
             return InMemory(self.token_source)
         return self.owner.activations.open(self.token_source)
 
-    def _tokens(self, start: int, stop: int) -> Tensor:
-        """Return token ids (B, S) of some of the shard's windows."""
-        return self.ids.read(self.first + start, self.first + stop).long().to(self.layers.device)
+    @property
+    def first_window(self) -> int:
+        """Return the number of the shard's first window."""
+        return self.unit.windows.ranges[self.unit.shard][0]
 
-    def _micro_batches(self) -> list[tuple[int, int]]:
-        """Return (start, stop) of each micro-batch within the shard."""
-        return [(start, min(start + self.batch, self.windows_M)) for start in range(0, self.windows_M, self.batch)]
+    def tokens(self, start: int, stop: int) -> Tensor:
+        """Return token ids (B, S) of some of the shard's windows."""
+        return self.ids.read(self.first_window + start, self.first_window + stop).long().to(self.layers.device)

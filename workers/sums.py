@@ -8,6 +8,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from pipeline.kernels.exact_sums import DiagonalSum, Grid, MomentSum, choose_gri
 from pipeline.kernels.gradients import sample_square_norms
 from pipeline.methods.method import Moment
 from pipeline.units.sums import SUMMED, Collect, CollectDone
-from pipeline.units.units import Forward, Summable
-from workers.tapped_layer import Tap, overflow_advice
+from pipeline.units.units import Summable
+from workers.tapped_layer import Taps, overflow_advice
 from workers.tensor_transfer import TensorTransfer
 
 NORMS = "norms-"  # prefix of the names of samples' norms, which travel with the bands of a sum
@@ -43,12 +44,10 @@ class LayerSums:
         self.passes: dict[str, _PassSums] = {}
         self.latest = ""  # name of the latest pass
 
-    def taps(self, unit: Forward) -> list[tuple[str, Tap]]:
+    def taps(self, unit: Summable) -> Taps:
         """Return taps that add a unit's moments; none if the sums already contain its shard."""
         add = self.adder(unit)
-        if add is None:
-            return []
-        return [(moment.point, _checked(unit.layer, moment, add)) for moment in _summed(unit)]
+        return [] if add is None else _taps(unit, add)
 
     def adder(self, unit: Summable) -> Callable[..., None] | None:
         """Return a function that adds a micro-batch to a moment; None if the sums already contain the unit's shard.
@@ -184,13 +183,9 @@ class Squares:
         self.by_moment: dict[Moment, Grid] = {}
         self.silent: set[Moment] = set()
 
-    def taps(self, unit: Forward) -> list[tuple[str, Tap]]:
+    def taps(self, unit: Summable) -> Taps:
         """Return taps for all moments that are summed."""
-        return [(moment.point, _checked(unit.layer, moment, self.see)) for moment in _summed(unit)]
-
-    def see_pair(self, moment: Moment, values: Tensor, errors: Tensor) -> None:
-        """Choose the grid of a pair, whose values must be finite."""
-        self.by_moment[moment] = choose_pair_grid(values, errors, self.tokens)
+        return _taps(unit, self.see)
 
     def grids(self, unit: Summable) -> dict[Moment, Grid]:
         """Return the grid of every moment of the unit; a point that no token has passed yet counts as silent."""
@@ -200,8 +195,14 @@ class Squares:
                 self.see(moment, torch.zeros(1, self.layer.features(moment.point)))
         return self.by_moment
 
-    def see(self, moment: Moment, values: Tensor) -> None:
-        """Choose the grid of a moment, unless an earlier micro-batch with nonzero values has chosen it."""
+    def see(self, moment: Moment, values: Tensor, errors: Tensor | None = None) -> None:
+        """Choose the grid of a moment, unless an earlier micro-batch with nonzero values has chosen it.
+
+        `errors`: of a pair, whose values must be finite.
+        """
+        if errors is not None:
+            self.by_moment[moment] = choose_pair_grid(values, errors, self.tokens)
+            return
         if (moment in self.by_moment and moment not in self.silent) or not values.numel():
             return
         heads_of_a_group = moment.heads // moment.groups
@@ -216,15 +217,28 @@ def _summed(unit: Summable) -> tuple[Moment, ...]:
     return tuple(moment for moment in unit.moments if moment.kind in SUMMED)
 
 
-def _checked(layer: int, moment: Moment, take: Callable[[Moment, Tensor], None]) -> Tap:
-    """Return a tap that raises NumericsError, naming layer and point, unless values are finite."""
+def _taps(unit: Summable, take: Callable[..., None]) -> Taps:
+    """Return taps that pass on the values of each moment that is summed; of a pair, x and e."""
+    return [(moment.point, _checked(unit.layer, moment, take)) for moment in _summed(unit)]
 
-    def check(values: Tensor) -> None:
+
+def _checked(layer: int, moment: Moment, take: Callable[..., None]) -> Callable[..., None]:
+    """Return a tap that raises NumericsError, naming layer and point, unless values are finite.
+
+    Gradients are checked where they are computed.
+    """
+    if moment.kind == "gradient":
+        return partial(take, moment)
+    where = "both models" if moment.kind == "pair" else "activations"
+
+    def check(values: Tensor, *errors: Tensor) -> None:
         try:
+            for of_pair in errors:
+                require_finite("errors", of_pair)
             require_finite("values", values)
         except ValueError as error:
             advice = overflow_advice(values.dtype)
-            raise NumericsError(f"layer {layer}: activations at {moment.point}: {error}; {advice}") from error
-        take(moment, values)
+            raise NumericsError(f"layer {layer}: {where} at {moment.point}: {error}; {advice}") from error
+        take(moment, values, *errors)
 
     return check

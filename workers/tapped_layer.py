@@ -5,7 +5,7 @@ Legend: B micro-batch, S sequence, D hidden, F features at a tap.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -24,11 +24,12 @@ from pipeline.kernels.checks import all_finite, extremes
 from pipeline.kernels.refit import evenly_spread
 from pipeline.methods.method import Moment
 from workers.branched_layer import BranchedLayer, Places
-from workers.expert_slices import StreamedExperts
 from workers.memory import return_freed_pages
 from workers.wide_linear import widen_again_, widen_linears_
 
 Tap = Callable[[Tensor], None]
+Taps = Sequence[tuple[str, Callable[..., None]]]  # points, and what receives the values there; of two models, x and e
+Load = Callable[[int, int], Mapping[str, Tensor]]  # number of a slice, and step to the next as in `hold` -> its tensors
 
 
 class StopForward(Exception):
@@ -44,21 +45,27 @@ class TappedLayer:
         geometry: LayerGeometry,
         tensors: Mapping[str, Tensor],
         device: torch.device,
-        streamed: StreamedExperts | None = None,
+        slices: Sequence[range] = (),
+        load: Load | None = None,
     ) -> None:
-        """`tensors`: by names relative to the layer, already in the forward's dtype.
+        """Build the layer.
 
-        `streamed`: loads the experts slice by slice if there are too many to hold; `tensors` then has none.
+        Args:
+            tensors: by names relative to the layer, already in the forward's dtype.
+            slices: the experts of each slice, if there are too many to hold. The layer then has a part for each slice,
+                `load` returns its tensors, and `tensors` has those of no expert.
         """
-        self.layer, self.geometry = geometry.index, geometry
+        self.index, self.geometry = geometry.index, geometry
         self.config = config
         self.device = device
         with torch.device("meta"):
             self.module = BranchedLayer(config, geometry.index)
         names = stored_state(self.module).keys()  # old checkpoints also hold buffers, such as rotary_emb.inv_freq
         placed = {name: tensor.to(device) for name, tensor in tensors.items() if name in names}
-        self.streamed, self.held = streamed, -1
-        self.module.load_state_dict(placed, strict=streamed is None, assign=True)
+        self.slices = (*slices,) or (range(geometry.num_experts),)
+        self.parts = len(self.slices)  # in which many samples pass the layer
+        self.load, self.held = load, -1 if load else 0
+        self.module.load_state_dict(placed, strict=load is None, assign=True)
         self.dtype = next(tensor.dtype for tensor in placed.values() if tensor.is_floating_point())
         widen_linears_(self.module, self.dtype, device)
         self.module.eval().requires_grad_(False)
@@ -81,7 +88,7 @@ class TappedLayer:
         taps = list(taps)
         with self.checked(hidden_BSD) as ends, self.tapped(taps, stop=not output):
             try:
-                result_BSD = self._forward(hidden_BSD, None if output else self._tapped_slices(taps), places)
+                result_BSD = self._forward(hidden_BSD, None if output else self._tapped_parts(taps), places)
                 ends.append(extremes(result_BSD))
             except StopForward:
                 result_BSD = None
@@ -119,44 +126,43 @@ class TappedLayer:
         positions_BS = positions_1S if places is None else places.positions
         return None if self.rotary is None else self.rotary(hidden_BSD, positions_BS)
 
-    def _forward(self, hidden_BSD: Tensor, slices: Iterable[int] | None = None, places: Places | None = None) -> Tensor:
-        """Return the output. `slices`: the slices of streamed experts whose values taps need."""
-        if self.streamed is None:
+    def _forward(self, hidden_BSD: Tensor, parts: Iterable[int] | None = None, places: Places | None = None) -> Tensor:
+        """Return the output of all parts. `parts`: only those whose values taps need."""
+        if self.parts == 1:
             angles = self.angles(hidden_BSD, places)
             mask_BSS = None if places is None else places.mask(self.module.window)
             result: Tensor = self.module(hidden_BSD, position_embeddings=angles, attention_mask=mask_BSS)
             return result
-        assert places is None, "samples with streamed experts do not branch"
+        assert places is None, "samples do not branch in a layer with several parts"
         stream_BSD = self.attended(hidden_BSD)
         x_TD, routing = self.module.routed(stream_BSD)
         out_TD: Tensor | None = None
-        for number in range(len(self.streamed.ranges)) if slices is None else slices:
+        for number in range(self.parts) if parts is None else parts:
             out_TD = self.module.with_experts(x_TD, routing, out_TD, self.hold(number))
         return self.module.finished(stream_BSD, x_TD, x_TD if out_TD is None else out_TD)
 
-    # -- streamed experts --------------------------------------------------------------------------------------------
+    # -- parts -------------------------------------------------------------------------------------------------------
 
     def hold(self, number: int, step: int = 1) -> range:
-        """Hold the experts of one slice in place of another's. Return their numbers.
+        """Hold the experts of one part in place of another's. Return their numbers.
 
-        `step`: from this slice to the next one that will be held: 1, −1, or 0 if none follows.
+        `step`: from this part to the next one that will be held: 1, −1, or 0 if none follows.
         """
-        assert self.streamed is not None
         if self.held != number:
             with torch.inference_mode(False), torch.no_grad():  # autograd accepts no tensors of inference mode
                 self._replace_experts(number, step)
-        return self.streamed.ranges[number]
+        return self.slices[number]
 
     def _replace_experts(self, number: int, step: int) -> None:
-        assert self.streamed is not None
-        for expert in self.streamed.ranges[self.held] if self.held >= 0 else ():
+        assert self.load is not None
+        for expert in self.slices[self.held] if self.held >= 0 else ():
             self._expert(expert).to_empty(device="meta")
         return_freed_pages()
-        self.held, experts, names = -1, self.streamed.ranges[number], stored_state(self.module).keys()
-        placed = {name: tensor for name, tensor in self.streamed.load(number, step).items() if name in names}
-        paths = tuple(f"{self.streamed.path}.{expert}." for expert in experts)
+        self.held, experts, names = -1, self.slices[number], stored_state(self.module).keys()
+        placed = {name: tensor for name, tensor in self.load(number, step).items() if name in names}
+        paths = tuple(f"{self._path(expert)}." for expert in experts)
         if missing := [name for name in names if name.startswith(paths) and name not in placed]:
-            raise RuntimeError(f"layer {self.layer} lacks {', '.join(missing[:3])}")
+            raise RuntimeError(f"layer {self.index} lacks {', '.join(missing[:3])}")
         dtypes = {name: self.dtype if tensor.is_floating_point() else tensor.dtype for name, tensor in placed.items()}
         placed = {name: tensor.to(dtypes[name]) for name, tensor in placed.items()}
         self.module.load_state_dict(placed, strict=False, assign=True)
@@ -165,24 +171,26 @@ class TappedLayer:
         self.held = number
 
     def _expert(self, expert: int) -> nn.Module:
-        assert self.streamed is not None
-        return self.module.get_submodule(f"{self.streamed.path}.{expert}")
+        return self.module.get_submodule(self._path(expert))
 
-    def ends_with(self, part: int | None) -> bool:
-        """Return True if a part of a pass, as in `Forward`, is the layer's last."""
-        return part is None or self.streamed is None or part + 1 == len(self.streamed.ranges)
+    def _path(self, expert: int) -> str:
+        assert self.config.mixture is not None
+        return f"{self.config.mixture['experts']}.{expert}"
 
     def attended(self, hidden_BSD: Tensor) -> Tensor:
         """Return the residual stream (B, S, D) that the mixture reads."""
         return self.module.attended(hidden_BSD, self.angles(hidden_BSD))
 
-    def _tapped_slices(self, taps: Iterable[tuple[str, Tap]]) -> list[int]:
-        """Return the slices with experts that have taps."""
-        if self.streamed is None:
-            return []
+    def _tapped_parts(self, taps: Iterable[tuple[str, Tap]]) -> list[int]:
+        """Return the parts with experts that have taps."""
+        if self.parts == 1:
+            return [0]
         blocks = {split_role(self.geometry.tap(point)[0])[0] for point, _ in taps}
-        ranges = enumerate(self.streamed.ranges)
-        return [number for number, experts in ranges if any(f"experts.{expert}" in blocks for expert in experts)]
+        return [
+            number
+            for number, experts in enumerate(self.slices)
+            if any(f"experts.{expert}" in blocks for expert in experts)
+        ]
 
     @contextmanager
     def _watched(self) -> Iterator[list[Tensor]]:
@@ -217,7 +225,7 @@ class TappedLayer:
     def _blame(self, hidden_BSD: Tensor) -> str:
         """Run the layer again and name the first module whose output is not finite."""
         if not all_finite(hidden_BSD):
-            return f"layer {self.layer}: its input holds NaN or infinity"
+            return f"layer {self.index}: its input holds NaN or infinity"
         bad: list[str] = []
 
         def watch(role: str) -> Tap:
@@ -228,7 +236,7 @@ class TappedLayer:
         with self.tapped([(f"{role}.out", watch(role)) for role in roles], stop=False):
             self._forward(hidden_BSD)
         where = dict(self.geometry.modules)[bad[0]] if bad else "the residual sum"
-        fault = f"layer {self.layer}: NaN or infinity first appears in the output of {where}"
+        fault = f"layer {self.index}: NaN or infinity first appears in the output of {where}"
         return f"{fault} ({hidden_BSD.dtype}); {overflow_advice(hidden_BSD.dtype)}"
 
 

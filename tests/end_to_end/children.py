@@ -28,12 +28,13 @@ import lamina.wrapper_lamina  # noqa: F401
 import pipeline.evaluation.losses
 import pipeline.job.stages  # noqa: F401
 from pipeline.kernels.descent import Descent
+from pipeline.units.units import Pair
 from stores.ledger import Ledger
 from tests.end_to_end.blackout import Disk
 from tests.end_to_end.jobs import COMMANDS, Job, in_process
 from tests.probing import probe_small_matrices
 from workers.backward import BackwardPass
-from workers.worker import Worker
+from workers.forward_pass import CalibrationShard, ForwardPass
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["__main__", __name__])
@@ -153,25 +154,27 @@ def _main(
 
 def _note_forward_work(path: Path) -> None:
     """Write a line for each pass of a calibration shard through a layer, also when it recomputes lost states."""
-    forward, replay, through = Worker._forward, Worker._replay, BackwardPass._through
+    forward, replay, through = ForwardPass.run, CalibrationShard._replay, BackwardPass._through
 
     def note(line: str) -> None:
         with path.open("a") as file:
             file.write(line + "\n")
 
-    def noted_forward(self: Worker, unit: Any) -> Any:
+    def noted_forward(self: ForwardPass, unit: Any) -> Any:
         note(unit.key)
         return forward(self, unit)
 
-    def noted_replay(self: Worker, unit: Any, layer: int, *arguments: Any) -> Any:
-        note(f"replay/{unit.lineage}/{layer}/{unit.shard}")
-        return replay(self, unit, layer, *arguments)
+    def noted_replay(self: CalibrationShard, layer: int, *arguments: Any) -> Any:
+        if self.lineage != Pair.lineage:
+            note(f"replay/{self.lineage}/{layer}/{self.number}")
+        return replay(self, layer, *arguments)
 
     def noted_through(self: BackwardPass, unit: Any, layer: int, *arguments: Any, **options: Any) -> Any:
         note(unit.key if layer == unit.layer else f"replay/backward/{layer}/{unit.shard}")
         return through(self, unit, layer, *arguments, **options)
 
-    Worker._forward, Worker._replay = noted_forward, noted_replay  # type: ignore[method-assign]
+    ForwardPass.run = noted_forward  # type: ignore[method-assign]
+    CalibrationShard._replay = noted_replay  # type: ignore[method-assign,assignment]
     BackwardPass._through = noted_through  # type: ignore[method-assign]
 
 

@@ -206,7 +206,7 @@ def test_positions_that_predict_the_prefix_have_no_gradient(llama: Path, tmp_pat
     for prefix in (0, 1, 3):
         worker = make_worker(replace(setup, prefix=prefix))
         unit = Backward(last, 0, (kept_inputs(worker)[last][0],), (moment,))
-        worker.backward.run(unit, lambda _, values: seen.append(values.clone()))
+        worker.backward.gradients(unit, [(moment.point, lambda values: seen.append(values.clone()))])
     whole_SD, behind_one_SD, behind_three_SD = seen
     assert torch.equal(whole_SD, behind_one_SD)
     assert not behind_three_SD[:2].any()

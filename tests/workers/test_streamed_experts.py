@@ -14,12 +14,14 @@ from torch import Tensor
 from pipeline.families.fused import fused_tensors
 from pipeline.units.sharding import expert_ranges
 from pipeline.units.units import Backward, Forward
+from stores.activations import ActivationStore
 from tests import factories
 from tests.workers import bench
 from workers.config import WorkerConfig
-from workers.differentiable import DifferentiableLayer
+from workers.differentiable import DifferentiableLayer, LayerGradients
+from workers.gradient_samples import GradientSamples, SamplesState
+from workers.hidden import HiddenStates
 from workers.layers import LayerReader
-from workers.streamed_gradients import StreamedGradients
 from workers.tapped_layer import TappedLayer
 from workers.worker import Worker
 
@@ -57,8 +59,7 @@ def hidden_of(setup: WorkerConfig, samples: int = 2) -> Tensor:
 def test_slices_give_the_output_of_the_whole_layer(setup: WorkerConfig, experts: int) -> None:
     hidden_BSD = hidden_of(setup)
     whole, sliced = (block_of(setup, size) for size in (WHOLE, experts))
-    assert whole.streamed is None
-    assert sliced.streamed is not None
+    assert (whole.parts, sliced.parts > 1) == (1, True)
     expected_BSD = whole.run(hidden_BSD)
     for _ in range(2):
         found_BSD = sliced.run(hidden_BSD)
@@ -108,10 +109,10 @@ def test_slices_give_the_gradients_of_the_whole_layer(setup: WorkerConfig, exper
         for point, gradient in gradients.items():
             seen[point].append(gradient)
 
-    streamed = StreamedGradients(DifferentiableLayer(block_of(setup, experts)), points, every_expert)
-    inputs = streamed.pull_back(
-        hidden_BSD, lambda number, output_SD: gradient_BSD[number] * output_SD, take, reads_output=True
-    )
+    parted = LayerGradients(DifferentiableLayer(block_of(setup, experts)), points, every_expert)
+    state = SamplesState(HiddenStates(ActivationStore(setup.run_dir / "parts.zarr"), 2**24), ("gradient", 2, 0), "all")
+    samples = GradientSamples(parted, state, range(len(hidden_BSD)), lambda number: hidden_BSD[number])
+    inputs = samples.back(None, lambda number, output_SD: gradient_BSD[number] * output_SD, take, reads_output=True)
     for number, (input_SD, (whole_SD, at)) in enumerate(zip(inputs, expected, strict=True)):
         assert torch.equal(input_SD, whole_SD)
         for point in points:

@@ -338,7 +338,7 @@ def test_a_pair_has_the_features_of_the_compressed_layer() -> None:
     layer, pair, generator = llama_geometry().layers[0], Moment("o.in", kind="pair"), torch.Generator().manual_seed(0)
     values, errors = (torch.randn(8, width, generator=generator) for width in (12, layer.hidden))
     squares = sums.Squares(8, layer)
-    squares.see_pair(pair, values, errors)
+    squares.see(pair, values, errors)
     passed = sums._PassSums(squares.by_moment, torch.device("cpu"), layer.hidden)
     passed.add(pair, values, errors)
     passed.end(0)

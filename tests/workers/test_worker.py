@@ -194,7 +194,7 @@ def test_a_read_ahead_that_failed_is_tried_again(llama: Path, tmp_path: Path, mo
     worker.layers.read_ahead(1)
     with pytest.raises(NumericsError):
         worker.layers.block(1, None)
-    assert worker.layers.block(1, None).layer == 1
+    assert worker.layers.block(1, None).index == 1
 
 
 def test_bfloat16_forward(tmp_path: Path) -> None:

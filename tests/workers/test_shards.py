@@ -1,4 +1,4 @@
-"""State of shards between slices of experts: what is computed, held and released. A scripted layer computes integers.
+"""State of shards between parts of a layer: what is computed, held and released. A scripted layer computes integers.
 
 `tests/workers/test_streamed_experts.py` compares real layers, to the bit.
 """
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from manifests.errors import NumericsError
 from workers.hidden import HiddenStates, InMemory
-from workers.sliced_pass import STREAM, SlicedPass, SlicedShard
+from workers.shards import STREAM, PartedPass, Shard
 
 RANGES = (range(0, 3), range(3, 6), range(6, 8))
 LIMIT = 10**6
@@ -31,10 +31,11 @@ class ScriptedLayer:
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        self.dtype, self.device, self.streamed = dtype, torch.device("cpu"), SimpleNamespace(ranges=RANGES)
+        self.dtype, self.device = dtype, torch.device("cpu")
         self.module: Any = SimpleNamespace(routed=self.routed, with_experts=self.with_experts, finished=self.finished)
         self.calls: list[tuple[str, int]] = []
         self.held, self.taps, self.faulty = -1, 0, False
+        self.index, self.parts = 4, len(RANGES)
 
     def attended(self, hidden_BSD: Tensor) -> Tensor:
         self.calls.append(("attention", self.taps))
@@ -79,26 +80,37 @@ class ScriptedLayer:
         return calls
 
 
+class ScriptedShard(Shard):
+    """A shard of samples of two tokens, at the inputs of a scripted layer."""
+
+    def __init__(self, bench: Bench, number: int, version: str, batch: int, samples: int = 5) -> None:
+        layers: Any = SimpleNamespace(version=version, device=torch.device("cpu"))
+        super().__init__(bench.hidden, layers, nullcontext, "dense", number, (samples, 2, 3), batch)
+        self.scripted: Any = bench.layer
+        self.reader = InMemory(inputs_of(number)[:samples].to(bench.layer.dtype))
+
+    def tokens(self, start: int, stop: int) -> Tensor:
+        raise NotImplementedError
+
+    def stage_key(self, stage: int) -> Any:
+        return PartedPass(self, self.scripted, self.reader).key(stage)
+
+    def run(self, taps: Any = (), part: int | None = None, *, output: bool = True) -> list[Tensor]:
+        outputs = self.outputs(self.scripted, self.reader, taps, part, output=output)
+        return [output_BSD for _, output_BSD in outputs]
+
+
 class Bench:
-    """A pass over one scripted layer, with shards of five samples of two tokens."""
+    """Passes over one scripted layer, with shards of five samples of two tokens."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, limit: int = LIMIT) -> None:
         self.layer = ScriptedLayer(dtype)
         self.hidden = HiddenStates(None, limit)  # type: ignore[arg-type] # nothing is spilled
-        self.sliced = SlicedPass(self.hidden, self.computing)
 
-    def computing(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def at(self, shard: int = 0, version: str = "dense", batch: int = 2) -> ScriptedShard:
+        return ScriptedShard(self, shard, version, batch)
 
-    def at(self, shard: int = 0, version: str = "dense", batches: Any = ((0, 2), (2, 4), (4, 5))) -> SlicedShard:
-        inputs = InMemory(inputs_of(shard).to(self.layer.dtype))
-        layer: Any = self.layer
-        return SlicedShard(layer, ("dense", 4, shard), version, inputs, (5, 2, 3), batches)
-
-    def run(self, at: SlicedShard, taps: Any = (), part: int | None = None, **options: bool) -> list[Tensor]:
-        return [output_BSD for _, output_BSD in self.sliced.run(at, taps, part, **options)]
-
-    def stages(self, at: SlicedShard) -> list[int]:
+    def stages(self, at: ScriptedShard) -> list[int]:
         """Return the stages that are held of a shard, at the version of its weights."""
         return sorted(stage for stage in range(-1, 4) if self.hidden.get(at.stage_key(stage)) is not None)
 
@@ -121,7 +133,7 @@ def test_all_slices_at_once() -> None:
     outputs replace them."""
     bench = Bench()
     at = bench.at()
-    made = bench.run(at)
+    made = at.run()
     assert [len(part) for part in made] == [2, 2, 1]
     assert torch.equal(outputs(made), expected_of(0))
     assert [name for name, _ in bench.layer.told()] == [
@@ -136,10 +148,10 @@ def test_slice_by_slice() -> None:
     at = bench.at()
     stages = []
     for part in range(2):
-        assert bench.run(at, part=part) == []
+        assert at.run(part=part) == []
         stages.append(bench.stages(at))
     assert stages == [[STREAM, 1], [STREAM, 2]]
-    assert torch.equal(outputs(bench.run(at, part=2)), expected_of(0))
+    assert torch.equal(outputs(at.run(part=2)), expected_of(0))
     assert [name for name, _ in bench.layer.told()].count("attention") == 3
     sums = bench.hidden.get(at.stage_key(2))
     assert sums is not None
@@ -150,8 +162,8 @@ def test_slice_by_slice() -> None:
 def test_slices_that_a_worker_has_not_passed_are_passed_first(part: int, again: list[str]) -> None:
     """Without taps, which see the values of the requested slice alone."""
     bench = Bench()
-    at = bench.at(batches=((0, 5),))
-    made = bench.run(at, [TAP], part)
+    at = bench.at(batch=5)
+    made = at.run([TAP], part)
     last = [("slice 2", 1), ("output", 1)] if part == 2 else [(f"slice {part}", 1)]
     assert bench.layer.told() == [("attention", 0), *((name, 0) for name in again), *last]
     assert bench.stages(at) == [STREAM, min(part + 1, 2)]
@@ -162,42 +174,40 @@ def test_slices_that_a_worker_has_not_passed_are_passed_first(part: int, again: 
 def test_taps_of_the_attention_see_its_values_again() -> None:
     """At the first slice, even if the stream is held; other slices read it."""
     bench = Bench()
-    at = bench.at(batches=((0, 5),))
-    bench.run(at, part=0)
+    at = bench.at(batch=5)
+    at.run(part=0)
     bench.layer.told()
-    bench.run(at, [TAP, TAP], part=0)
+    at.run([TAP, TAP], part=0)
     assert bench.layer.told() == [("attention", 2), ("slice 0", 2)]
-    bench.run(at, [TAP], part=1)
+    at.run([TAP], part=1)
     assert bench.layer.told() == [("slice 1", 1)]
 
 
 def test_taps_of_all_slices_at_once_are_a_programmer_s_error() -> None:
-    with pytest.raises(AssertionError, match="once for each slice"):
-        Bench().run(Bench().at(), [TAP])
+    with pytest.raises(AssertionError, match="once for each part"):
+        Bench().at().run([TAP])
 
 
 @pytest.mark.parametrize("part", [0, 1, 2])
 def test_a_pass_for_its_taps_alone_holds_no_sums(part: int) -> None:
     """It passes one slice, yields nothing, and leaves the sums of an ordinary pass as they are."""
     bench = Bench()
-    at = bench.at(batches=((0, 5),))
-    assert bench.run(at, [TAP], part, output=False) == []
+    at = bench.at(batch=5)
+    assert at.run([TAP], part, output=False) == []
     last = [("output", 1)] if part == 2 else []
     assert bench.layer.told() == [("attention", 1 if part == 0 else 0), (f"slice {part}", 1), *last]
     assert bench.stages(at) == [STREAM]
-    bench.run(at, part=0)
-    bench.run(at, [TAP], part, output=False)
+    at.run(part=0)
+    at.run([TAP], part, output=False)
     assert bench.stages(at) == [STREAM, 1]
 
 
-@pytest.mark.parametrize("with_inputs", [False, True])
-def test_inputs_come_with_the_outputs_on_request(with_inputs: bool) -> None:
-    bench = Bench()
-    pairs = [*bench.sliced.run(bench.at(), with_inputs=with_inputs)]
-    for (start, stop), (inputs_BSD, output_BSD) in zip(bench.at().batches, pairs, strict=True):
+def test_inputs_can_be_read_beside_the_outputs() -> None:
+    at = Bench().at()
+    pairs = [*at.outputs(at.scripted, at.reader)]
+    for (start, stop), (read, output_BSD) in zip(at.batches, pairs, strict=True):
         assert torch.equal(output_BSD, expected_of(0)[start:stop])
-        assert (inputs_BSD is not None) == with_inputs
-        assert inputs_BSD is None or torch.equal(inputs_BSD, inputs_of(0)[start:stop])
+        assert torch.equal(read(), inputs_of(0)[start:stop])
 
 
 def test_shards_and_weights_have_states_of_their_own() -> None:
@@ -205,13 +215,13 @@ def test_shards_and_weights_have_states_of_their_own() -> None:
     bench = Bench()
     first, second, other = bench.at(0), bench.at(1), bench.at(0, "compressed")
     for at in (first, second):
-        bench.run(at, part=0)
+        at.run(part=0)
     assert bench.stages(other) == []
     for part in (1, 2):
-        made = [bench.run(at, part=part) for at in (first, second)]
+        made = [at.run(part=part) for at in (first, second)]
     assert [torch.equal(outputs(parts), expected_of(shard)) for shard, parts in enumerate(made)] == [True, True]
     bench.layer.told()
-    assert torch.equal(outputs(bench.run(other, part=2)), expected_of(0))
+    assert torch.equal(outputs(other.run(part=2)), expected_of(0))
     assert [name for name, _ in bench.layer.told()][:3] == ["attention"] * 3
 
 
@@ -223,7 +233,7 @@ def test_sums_have_at_least_32_bits(dtype: torch.dtype, sums: torch.dtype) -> No
     """The stream has the layer's dtype."""
     bench = Bench(dtype)
     at = bench.at()
-    bench.run(at, part=0)
+    at.run(part=0)
     stream, total = (bench.hidden.get(at.stage_key(stage)) for stage in (STREAM, 1))
     assert stream is not None
     assert total is not None
@@ -235,27 +245,24 @@ def test_an_output_that_is_not_finite_is_blamed_on_the_inputs_of_its_micro_batch
     bench = Bench()
     at = bench.at()
     for part in (0, 1):
-        bench.run(at, part=part)
+        at.run(part=part)
     stream = bench.hidden.get(at.stage_key(STREAM))
     assert isinstance(stream, InMemory)
     stream.hidden_MSD[4, 1, 2] = torch.nan
     with pytest.raises(NumericsError, match=r"inputs \[24.0, 25.0, 26.0, 27.0, 28.0, 29.0\]"):
-        bench.run(at, part=2, output=output)
+        at.run(part=2, output=output)
 
 
-def test_states_are_stored_in_chunks_of_the_largest_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_are_stored_in_chunks_of_a_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they are spilled."""
     chunks: list[int] = []
     writer = HiddenStates.hidden_writer
     monkeypatch.setattr(HiddenStates, "hidden_writer", lambda *of: chunks.append(of[-1]) or writer(*of))
     bench = Bench()
-    bench.run(bench.at(), part=0)
+    bench.at().run(part=0)
     assert chunks == [2, 2], "of the stream, and of the sum"
 
 
 def test_a_shard_of_one_sample() -> None:
-    bench = Bench()
-    layer: Any = bench.layer
-    inputs = inputs_of(0)[:1]
-    at = SlicedShard(layer, ("dense", 0, 0), "v", InMemory(inputs), (1, 2, 3), ((0, 1),))
-    assert torch.equal(outputs(bench.run(at)), expected_of(0)[:1])
+    at = ScriptedShard(Bench(), 0, "v", 2, samples=1)
+    assert torch.equal(outputs(at.run()), expected_of(0)[:1])

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from stores.activations import ActivationStore
+from workers.gradient_samples import INPUTS, MIXED, OUTGOING, STREAM, SUM, WEIGHTS, GradientSamples, SamplesState
 from workers.hidden import HiddenStates
-from workers.sliced_gradients import INPUTS, MIXED, OUTGOING, STREAM, SUM, WEIGHTS, SlicedGradients, SlicedState
 
 SLICES, SAMPLES = 3, 2
 SHARD = ("gradient", 4, 1)
@@ -26,9 +26,7 @@ class ScriptedGradients:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
-        self.block = SimpleNamespace(
-            device=torch.device("cpu"), streamed=SimpleNamespace(ranges=range(SLICES)), hold=lambda number, *_: number
-        )
+        self.block = SimpleNamespace(device=torch.device("cpu"), parts=SLICES, hold=lambda number, *_: number)
 
     def attended(self, hidden_SD: Tensor) -> Tensor:
         self.calls.append("attended")
@@ -41,9 +39,10 @@ class ScriptedGradients:
     def mixed(self, stream_SD: Tensor, sum_SD: Tensor) -> Tensor:
         return sum_SD
 
-    def enter(self, sample: Any, number: int, mixed_SD: Tensor | None, gradient_of: Any) -> None:
+    def enter(self, sample: Any, mixed_SD: Tensor | None, gradient_of: Any) -> None:
+        sample.outgoing = gradient_of(sample.stream)
+        number = int(sample.outgoing[0, 0])
         self.calls.append(("enter", number, None if mixed_SD is None else mixed_SD[0, 0].item()))
-        sample.outgoing = torch.full_like(sample.stream, float(number))
         sample.mixed = sample.outgoing + 1.0
 
     def share(self, sample: Any, take: Any) -> None:
@@ -67,20 +66,25 @@ def hidden(tmp_path: Path) -> HiddenStates:
     return HiddenStates(ActivationStore(tmp_path / "activations.zarr"), 2**20)
 
 
-def gradients(hidden: HiddenStates) -> Any:
-    samples = [lambda number=number: torch.full((2, 3), float(number)) for number in range(SAMPLES)]
-    return SlicedGradients(ScriptedGradients(), SlicedState(hidden, SHARD, "moments"), samples)  # type: ignore[arg-type]
+def gradients(hidden: HiddenStates, *, alone: bool = False) -> Any:
+    state, samples = SamplesState(hidden, SHARD, "moments"), range(SAMPLES)
+    scripted: Any = ScriptedGradients()
+    return GradientSamples(scripted, state, samples, lambda number: torch.full((2, 3), float(number)), alone=alone)
 
 
-def back(work: Any, number: int, *, reads_output: bool = False) -> tuple[list[str], list[Tensor]]:
+def back(work: Any, number: int | None, *, reads_output: bool = False) -> tuple[list[str], list[Tensor]]:
     """Return the points of a slice whose gradients were taken, and the gradients at the layer's inputs."""
     points: list[str] = []
 
     def take(taken: Mapping[str, Tensor]) -> None:
         points.extend(taken)
 
-    gone = list(work.back(number, lambda *_: None, take, reads_output=reads_output))
+    gone = list(work.back(number, outgoing, take, reads_output=reads_output))
     return points, gone
+
+
+def outgoing(number: int, output_SD: Tensor) -> Tensor:
+    return torch.full_like(output_SD, float(number))
 
 
 def held(hidden: HiddenStates) -> set[tuple[str, int]]:
@@ -98,7 +102,7 @@ def test_slice_by_slice_backwards_each_once(hidden: HiddenStates) -> None:
     assert points == ["experts.0"] * SAMPLES + ["router"] * SAMPLES
     assert [each[:, 0].tolist() for each in gone] == [[0.0, 111.0, 0.0], [1.0, 111.0, 1.0]]
     assert held(hidden) == set()
-    calls = work.streamed.calls
+    calls = work.layer.calls
     assert [call[1] for call in calls if call[0] == "through"] == [2, 2, 1, 1, 0, 0]
     assert calls.count("share") == calls.count("attended") == SAMPLES  # the layer's output was not needed
 
@@ -116,7 +120,7 @@ def test_a_worker_without_the_state_passes_the_slices_behind_without_taking(hidd
 def test_from_the_output_the_slices_are_summed_forwards_first(hidden: HiddenStates) -> None:
     work = gradients(hidden)
     back(work, 2, reads_output=True)
-    calls = work.streamed.calls
+    calls = work.layer.calls
     assert [call[1] for call in calls if call[0] == "added"] == [0, 0, 1, 1, 2, 2]
     assert [call for call in calls if call[0] == "enter"] == [("enter", 0, 111.0), ("enter", 1, 111.0)]
     assert not any(field == SUM for field, _ in held(hidden))
@@ -124,27 +128,36 @@ def test_from_the_output_the_slices_are_summed_forwards_first(hidden: HiddenStat
 
 def test_forward_passes_only_the_slices_that_its_sums_lack(hidden: HiddenStates) -> None:
     work = gradients(hidden)
-    work.forward(1)
+    work.forth(1)
     assert {key for key in held(hidden) if key[0] == SUM} == {(SUM, 2)}
-    work.forward(2)
-    assert [call[1] for call in work.streamed.calls if call[0] == "added"] == [0, 0, 1, 1, 2, 2]
+    work.forth(2)
+    assert [call[1] for call in work.layer.calls if call[0] == "added"] == [0, 0, 1, 1, 2, 2]
     sums = work.state.get(SUM, SLICES)
     assert sums.read(0, SAMPLES)[:, 0, 0].tolist() == [111.0, 111.0]
 
 
-@pytest.mark.parametrize("number", [0, SLICES - 1])
+@pytest.mark.parametrize("number", [1, SLICES - 1])
 def test_a_slice_alone_changes_no_state_of_the_others(hidden: HiddenStates, number: int) -> None:
-    work = gradients(hidden)
-    points: list[str] = []
-    work.alone(number, lambda *_: None, points.extend, reads_output=False)
-    expected = ["shared", f"experts.{number}"] if number == SLICES - 1 else [f"experts.{number}"]
-    assert points == expected * SAMPLES
+    work = gradients(hidden, alone=True)
+    points, gone = back(work, number)
+    assert points == (["shared", f"experts.{number}"] if number == SLICES - 1 else [f"experts.{number}"]) * SAMPLES
+    assert gone == []
     assert work.state.passed(SLICES, 0) is None
-    assert back(work, 0)[1][0][1, 0].item() == 111.0
+    assert back(gradients(hidden), 0)[1][0][1, 0].item() == 111.0
+
+
+def test_all_parts_at_once_take_the_gradients_of_each(hidden: HiddenStates) -> None:
+    points, gone = back(gradients(hidden), None)
+    assert (
+        points
+        == [each for step in ("shared", "experts.2", "experts.1", "experts.0") for each in [step] * 2] + ["router"] * 2
+    )
+    assert [each[:, 0].tolist() for each in gone] == [[0.0, 111.0, 0.0], [1.0, 111.0, 1.0]]
+    assert held(hidden) == set()
 
 
 def test_states_of_other_purposes_are_apart(hidden: HiddenStates) -> None:
-    first, second = (SlicedState(hidden, SHARD, name) for name in ("grids", "moments"))
+    first, second = (SamplesState(hidden, SHARD, name) for name in ("grids", "moments"))
     first.keep(1, [{(MIXED, 0): torch.ones(2, 3)}])
     assert (first.entered, second.entered) == (True, False)
     first.release(MIXED)
