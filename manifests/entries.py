@@ -314,6 +314,23 @@ class TaskScores(Record):
     metrics: Mapping[str, TaskFigure]
 
 
+class HealedPoint(Record):
+    """The healing of a point of a sweep. Its scores are null if no step was better than the solved layers, which then
+    stay.
+
+    Attributes:
+        asked: digest of the settings and of the text.
+        figures: as in the compression record.
+        loss, held_out, tasks: scores of the healed layers, as in `PointEntry`.
+    """
+
+    asked: Sha256
+    figures: Mapping[str, Any]
+    loss: Finite | None = None
+    held_out: HeldOutScoreEntry | None = None
+    tasks: Mapping[str, TaskScores] | None = None
+
+
 class PointEntry(Record):
     """The results of a point of a sweep, besides its ranks.
 
@@ -325,6 +342,7 @@ class PointEntry(Record):
         predicted: loss predicted by the point's curves, if its ranks follow them.
         output, seal: of its checkpoint, if that is kept.
         tasks: its scores on tasks, if the sweep has some.
+        healed: its healing, if it had one; the other scores are of the solved layers.
     """
 
     text: Sha256
@@ -336,6 +354,7 @@ class PointEntry(Record):
     output: str | None
     seal: Sha256 | None
     tasks: Mapping[str, TaskScores] | None = None
+    healed: HealedPoint | None = None
 
 
 class TaskScoreEntry(Record):

@@ -18,6 +18,7 @@ from pydantic import Field, StringConstraints, ValidationError, field_validator
 from manifests.blocks import Block, Count, Listed, Location, Share
 from manifests.calibration import Calibration
 from manifests.errors import InputError
+from manifests.heal import Heal
 from manifests.loading import decode_resolved, describe_faults, expand_environment, read_document
 from manifests.methods import AnyMethod
 from manifests.quantize import FORMER_CONSTANTS, Quantize
@@ -62,7 +63,8 @@ class Sweep(Block):
     """Many methods, sizes and roundings of one model, from one calibration and one pool of workers.
 
     `keep`: the sizes of points without sizes of their own. `scope` and `multiple` apply to every budget. Checkpoints of
-    saved points go to `output/NAME-SIZE`; statistics, ledger and results go to `run_dir`.
+    saved points go to `output/NAME-SIZE`; statistics, ledger and results go to `run_dir`. `heal`: saved points are
+    healed, each by itself; points that are only scored are not.
     """
 
     version: int
@@ -74,6 +76,7 @@ class Sweep(Block):
     scope: Literal["decoder", "model", "experts"] = "decoder"
     multiple: Count | None = None
     calibration: Calibration | None = None
+    heal: Heal | None = None
     points: Annotated[tuple[Points, ...], Listed]
     workers: Workers = Workers()
     resume: Resume = Resume()
@@ -142,6 +145,11 @@ def decode_sweep(content: bytes, path: str) -> Sweep:
     return parse_sweep(decode_resolved(content, f"sweep {path}"), path)[0]
 
 
+def decode_points(content: bytes, path: str) -> tuple[Point, ...]:
+    """Parse the points of the sweep of a run directory. Raises InputError."""
+    return parse_sweep(decode_resolved(content, f"sweep {path}"), path)[1]
+
+
 def parse_sweep(document: Mapping[str, Any], origin: str = "sweep") -> tuple[Sweep, tuple[Point, ...]]:
     """Check a document. Raises InputError with one line for every fault."""
     expanded, faults = expand_environment(document, f"sweep {origin}")
@@ -174,16 +182,19 @@ def _expand(sweep: Sweep) -> tuple[list[Point], list[str]]:
         for (kind, size), quantize in product(sizes, entry.quantize):
             rounding = _rounding(quantize)
             label = "-".join(part for part in (entry.title, f"{size:g}" if size else "", rounding) if part)
+            save = entry.save == "all" or size in entry.save
             try:
-                manifest = _manifest(sweep, entry, kind, size, quantize, label)
+                manifest = _manifest(sweep, entry, kind, size, quantize, label, sweep.heal if save else None)
             except ValidationError as error:
                 wrong |= dict.fromkeys(describe_faults(error))
                 continue
-            points.append(Point(label, entry.title, rounding, manifest, entry.save == "all" or size in entry.save))
+            points.append(Point(label, entry.title, rounding, manifest, save))
         faults += [f"  points.{position}: {line.strip()}" for line in wrong]
     for label, count in Counter(point.label for point in points).items():
         if count > 1:
             faults.append(f"  points: {count} are called {label}; give `name`s, and each size once")
+    if sweep.heal is not None and points and not any(point.save for point in points):
+        faults.append("  heal: trains saved points, and no point is saved; name sizes in `save`, or leave out heal")
     return points, faults
 
 
@@ -203,7 +214,13 @@ def _sizes(sweep: Sweep, entry: Points) -> list[tuple[str, float | None]]:
 
 
 def _manifest(
-    sweep: Sweep, entry: Points, kind: str, size: float | None, quantize: Quantize | None, label: str
+    sweep: Sweep,
+    entry: Points,
+    kind: str,
+    size: float | None,
+    quantize: Quantize | None,
+    label: str,
+    heal: Heal | None,
 ) -> Manifest:
     """Return the manifest of a point. Raises ValidationError."""
     budget: dict[str, Any] = {"scope": sweep.scope, "multiple": sweep.multiple}
@@ -218,6 +235,7 @@ def _manifest(
             "budget": limit,
             "calibration": sweep.calibration,
             "quantize": quantize,
+            "heal": heal,
             "methods": entry.methods,
             "workers": sweep.workers,
             "resume": sweep.resume,

@@ -6,7 +6,7 @@ docs/methods.md#healing.
 from __future__ import annotations
 
 from manifests.packages import prepare_process
-from pipeline.console.signals import exit_on_signals, interrupt_on_signals
+from pipeline.console.signals import exit_on_signals
 from pipeline.console.supervision import supervise
 
 if __name__ == "__main__":
@@ -14,26 +14,16 @@ if __name__ == "__main__":
     supervise()
     prepare_process()
 
-import json
 import sys
-import threading
-from contextlib import redirect_stdout
 from typing import Any
 
 from manifests.errors import InputError
-from manifests.importing import quick_imports
 from manifests.loading import decode_document, decode_manifest, parse_manifest
 from manifests.schema import Manifest
-from pipeline.console.arguments import (
-    add_address,
-    add_in_process,
-    add_overrides,
-    check_in_process,
-    parser,
-    run_command,
-)
+from pipeline.console.arguments import add_address, add_in_process, add_overrides, parser, run_command
 from pipeline.console.paths import resolve_paths
 from pipeline.driver.ledger_keys import COMPLETE, HEALED, HEALING
+from pipeline.job.running import run_and_print
 from stores.run_directory import MANIFEST, SWEEP, existing_run
 
 
@@ -49,37 +39,17 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _body(arguments: Any) -> int:
-    stop = threading.Event()
-    interrupt_on_signals(stop)
-    manifest = healing_manifest(arguments)
-    with redirect_stdout(sys.stderr):  # Ray prints messages of its nodes, which must not mix with JSON
-        summary = _healed(arguments, manifest, stop)
-    if arguments.json:
-        print(json.dumps(summary))
-    else:
-        from pipeline.reporting.summary import print_summary
-
-        print_summary(summary)
-    return 0
-
-
-def _healed(arguments: Any, manifest: Manifest, stop: threading.Event) -> dict[str, Any]:
-    """Run the job to its end, and return its summary."""
-    if arguments.in_process:
-        check_in_process(arguments.address, manifest.workers.max)
-    prepare_process()  # for callers from Python
-    with quick_imports():
-        from pipeline.job import stages  # slow imports, only after the arguments are checked
-
-    with stages.open_job(manifest, fresh=False, stop=stop, quiet=False, in_process=arguments.in_process) as job:
-        return stages.run_to_end(job, arguments.address, arguments.connect_timeout)
+    return run_and_print(arguments, healing_manifest)
 
 
 def healing_manifest(arguments: Any) -> Manifest:
     """Return the manifest of a finished job, with `heal`. Raises InputError."""
     run_dir = existing_run(arguments.run_dir)
     if run_dir.storage.has(SWEEP):
-        raise InputError(f"{run_dir.place}: the run directory of a sweep; heal the job of one of its points")
+        raise InputError(
+            f"{run_dir.place}: the run directory of a sweep; add `heal: {{}}` to the sweep, name sizes in `save`, and "
+            "run `python -m pipeline.sweep` again: it heals the saved points"
+        )
     if not run_dir.storage.has(MANIFEST) or not {COMPLETE, HEALING, HEALED} & {*run_dir.ledger.keys()}:
         raise InputError(
             f"{run_dir.place}: the job is not finished; run it first, or give heal in its manifest, so that it is "

@@ -22,9 +22,8 @@ from pipeline.console.arguments import parser, run_command
 from pipeline.console.wrapping import say
 from pipeline.driver.ledger_keys import COMPLETE, HEALING, HELD_OUT_SCORE, POINTS, RESULT, TEXTS, point_part
 from pipeline.evaluation.losses import all_warnings
-from stores.ledger import Ledger
 from stores.lock import read_lock
-from stores.run_directory import ENDED, MANIFEST, existing_run
+from stores.run_directory import ENDED, MANIFEST, RunDirectory, existing_run
 from stores.storage import Place, Storage, matching
 
 LOG_LINES = 5
@@ -58,9 +57,10 @@ def read_status(place: Place) -> dict[str, Any]:
     committed = {kind: sum(key.startswith(f"{kind}/") for key in keys) for kind in ("dense", "statistics", "layer")}
     owner = read_lock(run_dir.storage)
     complete, ended = ledger.get(COMPLETE), read_record(run_dir.storage)
-    points = _points(ledger)
+    points = _points(run_dir)
     entered = {"held_out": ledger.get(HELD_OUT_SCORE), "texts": ledger.get(TEXTS)}
-    healing = ledger.get(HEALING)
+    healings = (ledger.get(key) for key in keys if key.rpartition("/")[2] == HEALING)  # of a point, in a sweep
+    healing = next(filter(None, healings), None)
     scored = {name: entry.as_json() for name, entry in entered.items() if entry}
     finished = bool(complete) or (points is not None and points["done"] == points["of"])
     return {
@@ -89,12 +89,18 @@ def read_record(run_dir: Storage) -> dict[str, Any] | None:
         return None
 
 
-def _points(ledger: Ledger) -> dict[str, int] | None:
-    """Return the number of points of a sweep, and of those with a result; None for a job."""
-    if (entry := ledger.get(POINTS)) is None:
+def _points(run_dir: RunDirectory) -> dict[str, int] | None:
+    """Return the number of points of a sweep, and of those with a result, healed if the sweep heals them; None for a
+    job."""
+    if (entry := run_dir.ledger.get(POINTS)) is None:
         return None
     keys: list[Key[PointEntry]] = [Key(f"{point_part(digest)}/{RESULT}") for digest in entry.digests]
-    return {"done": sum(ledger.get(key) is not None for key in keys), "of": len(keys)}
+    results = [run_dir.ledger.get(key) for key in keys]
+    points = run_dir.read_points()
+    heals = [point.manifest.heal is not None for point in points] or [False] * len(results)
+    pairs = zip(results, heals, strict=False)  # a crash may come between the two files of the points
+    done = [result is not None and (not asked or result.healed is not None) for result, asked in pairs]
+    return {"done": sum(done), "of": len(keys)}
 
 
 def _state(owner: dict[str, Any] | None, finished: bool, ended: dict[str, Any] | None) -> str:

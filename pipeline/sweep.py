@@ -61,6 +61,7 @@ def run_sweep(
     prepare_process()  # for callers from Python
     with quick_imports():
         from pipeline.job import stages  # slow imports, only after the arguments are checked
+        from pipeline.sweeping.point_healing import heal_points
         from pipeline.sweeping.point_solving import solve_points
         from pipeline.sweeping.results import sweep_results, write_results
         from pipeline.sweeping.sweep_context import open_sweep
@@ -76,6 +77,7 @@ def run_sweep(
                 stages.join_cluster(job, address, connect_timeout_s)
                 opened = opened.begin()
                 solve_points(opened, heartbeat)
+                heal_points(opened, heartbeat)
         results = sweep_results(opened)
         try:
             show(results)

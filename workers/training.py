@@ -8,7 +8,11 @@ checkpoint.
 from __future__ import annotations
 
 import logging
+import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -19,6 +23,7 @@ from manifests.entries import HealingEntry
 from manifests.errors import Interrupted, LaminaError, NumericsError, WorkerError
 from manifests.packages import prepare_process
 from manifests.schema import Workers
+from stores.backend import Storage
 from workers.device_settings import configure_device
 
 if TYPE_CHECKING:
@@ -97,25 +102,28 @@ def train_in_processes(task: TrainingTask, journal: Journal, processes: int, wor
     logging.getLogger("ray.train").setLevel(logging.ERROR)
     mailbox: Any = Mailbox.remote(journal.last())  # type: ignore[attr-defined]  # of the decorator
     resources = {"CPU": float(workers.cpus), **({"GPU": workers.gpus} if workers.gpus else {})}
-    trainer = TorchTrainer(
-        _process,
-        train_loop_config={"task": task, "mailbox": mailbox},
-        scaling_config=ScalingConfig(num_workers=processes, use_gpu=workers.gpus > 0, resources_per_worker=resources),
-        run_config=RunConfig(
-            name=task.of[:16],
-            storage_path=str(task.run_dir / STORAGE),
-            failure_config=FailureConfig(max_failures=LOSSES),
-        ),
-        torch_config=TorchConfig(backend="nccl" if workers.gpus else "gloo", timeout_s=int(SILENT_S)),
-    )
-    fitting = _Fitting(trainer)
     failures: list[LaminaError] = []
-    try:
-        while not failures and not fitting.ended(POLL_S):
+    with _folder(task.run_dir) as folder:
+        trainer = TorchTrainer(
+            _process,
+            train_loop_config={"task": task, "mailbox": mailbox},
+            scaling_config=ScalingConfig(
+                num_workers=processes, use_gpu=workers.gpus > 0, resources_per_worker=resources
+            ),
+            run_config=RunConfig(
+                name=task.of[:16],
+                storage_path=folder,
+                failure_config=FailureConfig(max_failures=LOSSES),
+            ),
+            torch_config=TorchConfig(backend="nccl" if workers.gpus else "gloo", timeout_s=int(SILENT_S)),
+        )
+        fitting = _Fitting(trainer)
+        try:
+            while not failures and not fitting.ended(POLL_S):
+                failures += _delivered(mailbox, journal)
             failures += _delivered(mailbox, journal)
-        failures += _delivered(mailbox, journal)
-    finally:
-        mailbox.end.remote()
+        finally:
+            mailbox.end.remote()
     if failures:
         raise failures[0]
     if fitting.error is not None:
@@ -123,6 +131,17 @@ def train_in_processes(task: TrainingTask, journal: Journal, processes: int, wor
             f"heal: processes of the training ended {LOSSES + 1} times ({_reasons(fitting.error)}); their logs are "
             "in Ray's session folder; run the same command again to go on from the last checkpoint"
         ) from fitting.error
+
+
+@contextmanager
+def _folder(run_dir: Storage) -> Iterator[str]:
+    """Yield the folder of Ray Train's own files, which nobody reads later: in RUN_DIR, beside a bucket a temporary
+    one."""
+    if run_dir.folder is not None:
+        yield str(Path(run_dir.folder) / STORAGE)
+        return
+    with tempfile.TemporaryDirectory(prefix="lamina-", ignore_cleanup_errors=True) as folder:
+        yield folder
 
 
 class _Fitting:

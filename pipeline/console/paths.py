@@ -103,7 +103,7 @@ def _resolved(document: Mapping[str, Any], base: Path) -> dict[str, Any]:
     source = base / document["model"]["source"]
     if source.is_dir():
         resolved["model"] = {**document["model"], "source": str(source)}
-    for block in ("calibration", "evaluation"):
+    for block in ("calibration", "heal", "evaluation"):
         resolved[block] = _with_files(document[block], base)
     return resolved
 

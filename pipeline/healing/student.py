@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -32,6 +33,9 @@ from manifests.errors import InputError
 from manifests.heal import CHECKPOINTED_BYTES
 from pipeline.healing.processes import Processes, local
 from pipeline.healing.rounded import LATENT, TrainedTable, even_codes, train_rounded
+from pipeline.healing.rounded_ends import multiply_out
+
+DENSE_HEAD, WEIGHT = "dense_head.safetensors", "weight"  # beside a student with a rounded head; its tensor
 
 
 class Student:
@@ -62,6 +66,8 @@ class Student:
         self.model = _loaded(folder, device, processes, names)
         self.model.config.attention_dropout = 0.0
         self.dtypes, self.device = names, device
+        head_file = folder / DENSE_HEAD
+        self.dense_head_VD = load_file(head_file, str(device))[WEIGHT].float() if head_file.exists() else None
         self.half_products = product_dtype(torch.bfloat16, device) is torch.bfloat16
         self.factors = {stored: (name, factor) for name, (stored, factor) in stored_factors(self.model).items()}
         parameters = dict(self.model.named_parameters())
@@ -87,15 +93,25 @@ class Student:
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Return logits (T, V) of the head's inputs (T, D)."""
         head: nn.Module = self.model.get_output_embeddings()
-        logits_TV: Tensor = finish_logits(self.model.config, head(hidden_TD))
-        return logits_TV
+        return self._finished(head(hidden_TD))
 
     def teacher_logits(self, outputs_TD: Tensor) -> Tensor:
-        """Return logits (T, V) of the dense model, whose final norm and head are the student's, of its last layer's
-        outputs (T, D)."""
+        """Return logits (T, V) of the dense model, of its last layer's outputs (T, D). Its final norm is the student's,
+        and so is its head, unless that is rounded."""
         base = self.model.get_decoder()
-        norm: nn.Module = find(base, base._names["final_norm"])
-        return self.logits(norm(outputs_TD.to(self.device, torch.float32)))
+        norm: nn.Module = find(base, _path_of(base, "final_norm"))
+        hidden_TD = norm(outputs_TD.to(self.device, torch.float32))
+        if self.dense_head_VD is None:
+            return self.logits(hidden_TD)
+        bias_V = self.model.get_output_embeddings().bias
+        return self._finished(nn.functional.linear(hidden_TD, self.dense_head_VD, bias_V))
+
+    def _finished(self, logits_TV: Tensor) -> Tensor:
+        """Return logits (T, V) of the head's outputs: as they are, of a class of transformers' own."""
+        if not hasattr(self.model.config, "block"):
+            return logits_TV
+        finished_TV: Tensor = finish_logits(self.model.config, logits_TV)
+        return finished_TV
 
     def rounded_copy(self) -> dict[str, Tensor]:
         """Return this process's parts of the trained tensors, on the CPU, in the dtypes that a checkpoint stores. Codes
@@ -152,6 +168,13 @@ def _parameter(parameters: Mapping[str, nn.Parameter], path: str, stored: str) -
     return parameters[path]
 
 
+def _path_of(base: Any, name: str) -> tuple[str, ...]:
+    """Return the path of `layers` or `final_norm` in a decoder of Lamina's class, or of DeepSeek's, which `mla`
+    writes."""
+    names = getattr(base, "_names", None) or {"layers": ("layers",), "final_norm": ("norm",)}
+    return tuple(names[name])
+
+
 def _loaded(folder: Path, device: torch.device, processes: Processes, trained: Container[str]) -> Any:
     """Load a model in float32, each process a part of its layers. Process 0 reads it, and sends it layer by layer."""
     if processes.rank == 0:
@@ -160,12 +183,13 @@ def _loaded(folder: Path, device: torch.device, processes: Processes, trained: C
     else:
         model = _empty(folder)
     train_rounded(model, processes.first(even_codes(model)), trained)
+    multiply_out(model, (model.get_input_embeddings(), model.get_output_embeddings()))
     model.requires_grad_(False)
     if processes.count == 1:
         return model.to(device)
     base = model.get_decoder()
-    *parents, last = base._names["layers"]
-    holder, layers = find(base, tuple(parents)), find(base, base._names["layers"])
+    *parents, last = _path_of(base, "layers")
+    holder, layers = find(base, tuple(parents)), find(base, (*parents, last))
     setattr(holder, last, nn.ModuleList())
     _place(model, device)
     model.tie_weights()  # which `to_empty` has untied: every process must have as many tensors

@@ -17,11 +17,11 @@ from manifests.errors import Interrupted
 from pipeline.healing.checkpoints import load_state, save_state
 from pipeline.healing.processes import Processes
 from pipeline.healing.stored_text import StoredText, TextSizes
-from pipeline.healing.student import Student
+from pipeline.healing.student import DENSE_HEAD, Student
 from pipeline.healing.training import Schedule, Training
 from stores.activations import ActivationStore
 from stores.run_directory import ACTIVATIONS
-from stores.storage import open_storage
+from stores.storage import Storage, on_this_machine
 
 LINE_S = 30.0  # between two lines about steps
 GO_ON, STORE, STOP = 0, 1, 2
@@ -32,9 +32,9 @@ class TrainingTask:
     """What a process needs to train. It can be pickled.
 
     Attributes:
-        run_dir: absolute.
+        run_dir: on a disk with an absolute path, or in a bucket.
         of: the digest of the healing, for the entries of checkpoints.
-        student: the folder of the checkpoint that is trained.
+        student: the checkpoint that is trained, beside it.
         names: the stored names of trained tensors, with their dtypes.
         sizes, teacher: the text, and the dense model's distribution on it.
         use_gpu, threads: of a process.
@@ -42,9 +42,9 @@ class TrainingTask:
         checkpoint_s: between two checkpoints.
     """
 
-    run_dir: Path
+    run_dir: Storage
     of: str
-    student: Path
+    student: Storage
     names: Mapping[str, torch.dtype]
     sizes: TextSizes
     teacher: TeacherEntry
@@ -87,8 +87,9 @@ def train(task: TrainingTask, journal: Journal) -> None:
     torch.set_num_threads(task.threads)
     try:
         device = torch.device("cuda" if task.use_gpu else "cpu")
-        student = Student(task.student, task.names, device, task.activation_bytes, processes)
-        store = ActivationStore(open_storage(str(task.run_dir)).below(ACTIVATIONS))
+        with on_this_machine(task.student, Storage.files if processes.rank == 0 else without_weights) as folder:
+            student = Student(Path(folder), task.names, device, task.activation_bytes, processes)
+        store = ActivationStore(task.run_dir.below(ACTIVATIONS))
         say = journal.say if processes.rank == 0 else _nothing
         text = StoredText(task.sizes, task.teacher, store)
         training = Training(student, text, task.schedule, processes, say)
@@ -154,6 +155,11 @@ class _Process:
                     per_step=self.task.schedule.per_step,
                 )
             )
+
+
+def without_weights(checkpoint: Storage) -> list[str]:
+    """Return the names of a student's files without its weights, which process 0 alone reads."""
+    return [name for name in checkpoint.files() if name == DENSE_HEAD or not name.endswith(".safetensors")]
 
 
 def _nothing(line: str) -> None:

@@ -6,15 +6,13 @@ of the finished job is retracted, then the healing is entered; OUTPUT is assembl
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
-import shutil
-import tempfile
+import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,36 +20,34 @@ import torch
 
 from lamina.mixture_lamina import ROUTER, ROUTER_BIAS
 from manifests.entries import HealedEntry, HealingEntry, TeacherEntry
-from manifests.errors import CorruptError, InputError
+from manifests.errors import CorruptError, InputError, StorageError
 from manifests.heal import Heal, step_windows
 from manifests.importing import quick_imports
-from manifests.records import ArrayRecord, StagedRecord
+from manifests.records import StagedRecord
 from manifests.schema import Workers
-from pipeline.checkpoint.assembling import Assembler, own_class
+from pipeline.checkpoint.assembling import Assembler
 from pipeline.console.signals import interrupting
 from pipeline.driver.ledger_keys import COMPLETE, HEALED, HEALING, TEACHER, layer_key
 from pipeline.inputs.calibration import tokens_digest
-from pipeline.inputs.healing_text import HealingTokens, calibration_as_text
+from pipeline.inputs.healing_text import HealingTokens
 from pipeline.job.context import JobContext
 from pipeline.job.healed_ledger import HealedLedger, forget_figures
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.held_out import score_held_out
+from pipeline.job.teacher import Pool, digest_of, healing_tokens, stored_teacher
 from pipeline.job.worker_session import job_workers, teacher_arrays
-from pipeline.kernels.teacher_rows import FORMAT
 from pipeline.rounding.schemes import LEVELS, PACKED
-from pipeline.units.scores import Windows
-from stores.checkpoint import verify_shard
+from stores.checkpoint import copy_shard, verify_shard
 from stores.headers import DTYPES
 from stores.staging import read_staged, write_staged
+from stores.storage import Storage, on_this_machine, open_storage
 
 if TYPE_CHECKING:
     from pipeline.healing.stored_text import TextSizes
     from pipeline.healing.training_process import TrainingTask
 
-NAME = "teacher"  # of the dense model among scored models
 STUDENT = "student-"  # prefix of the folder of the checkpoint that is trained
 CHECKPOINT_S = 180.0  # between two checkpoints of a training
-SHARDS = 16  # of the text, in a job without calibration
 TRIES = 3  # of a training, whose stored data was damaged
 ACTIVATION_NUMBERS = (16, 4)  # for each token and layer, in units of the hidden size and of the MLP's width
 
@@ -71,20 +67,32 @@ def heal_layers(job: JobContext, heartbeat: Heartbeat) -> JobContext:
     the healed ones where a healing made them better, if only by an earlier run.
 
     Raises:
-        InputError: a stored form does not train, or RUN_DIR is a bucket.
+        InputError: a stored form does not train.
         NumericsError: gradients are not finite.
         Interrupted: a signal came; the training continues from its last checkpoint.
     """
-    healing, entered = _asked(job), _entered(job)
-    if healing is not None and (entered is None or entered.of != healing.of):
-        entered = _heal(job, healing, heartbeat)
+    entered = train_layers(job, partial(job_workers, job, heartbeat))
     if entered is None or not entered.layers:
         return job
-    healed = replace(job, run_dir=job.run_dir.with_ledger(HealedLedger(job.ledger, entered)))
+    healed = healed_job(job, entered)
     with job_workers(healed, heartbeat) as workers:
         workers.compare(healed)
         score_held_out(healed, workers)
     return healed
+
+
+def train_layers(job: JobContext, pool: Pool) -> HealedEntry | None:
+    """Train the compressed layers if the manifest asks for it, once. Return the finished healing, if only of an earlier
+    run; None without one. `pool` starts workers for the teacher's pass. Raises the errors of `heal_layers`."""
+    healing, entered = _asked(job), _entered(job)
+    if healing is not None and (entered is None or entered.of != healing.of):
+        entered = _heal(job, healing, pool)
+    return entered
+
+
+def healed_job(job: JobContext, entered: HealedEntry) -> JobContext:
+    """Return the job with the healed layers in place of the solved ones."""
+    return replace(job, run_dir=job.run_dir.with_ledger(HealedLedger(job.ledger, entered)))
 
 
 def healing_due(job: JobContext) -> bool:
@@ -97,27 +105,13 @@ def check_healing(job: JobContext) -> None:
     """Raise InputError if the job cannot be healed, before anything is computed."""
     if job.manifest.heal is None:
         return
-    if job.run_dir.storage.folder is None:
-        raise InputError(
-            f"heal: run_dir {job.run_dir.place} is a bucket, and checkpoints of the training are files; set run_dir to "
-            "a directory"
-        )
-    if own_class(job.inputs):
-        raise InputError(
-            "heal: the method mla writes a checkpoint of another class, which does not train yet; leave out heal"
-        )
-    if job.manifest.quantize is not None and job.manifest.quantize.what == "all":
-        raise InputError(
-            "heal: the head is the dense model's while layers are healed, and quantize.what: all rounds it; set "
-            "quantize.what to factors, or leave out heal"
-        )
     if kept := sorted({record.form.kind for record in job.inputs.source.tensors.values() if record.form is not None}):
         raise InputError(
             f"heal: the source stores weights as {', '.join(kept)}, which do not train yet; leave out heal, or convert "
             "the source to bfloat16 first"
         )
     if job.tokens is not None or job.healing_text is not None:
-        _tokens(job)
+        healing_tokens(job)
 
 
 def _asked(job: JobContext) -> Healing | None:
@@ -125,16 +119,24 @@ def _asked(job: JobContext) -> Healing | None:
     settings = job.manifest.heal
     if settings is None:
         return None
-    tokens, base = _tokens(job), _base(job)
-    described = {
+    tokens, base = healing_tokens(job), _base(job)
+    return Healing(settings, tokens, base, digest_of({**_described(job, settings, tokens), "base": base}))
+
+
+def healing_digest(job: JobContext) -> str | None:
+    """Return a digest of the settings and of the text of the healing that the manifest asks for; None without one."""
+    settings = job.manifest.heal
+    return None if settings is None else digest_of(_described(job, settings, healing_tokens(job)))
+
+
+def _described(job: JobContext, settings: Heal, tokens: HealingTokens) -> dict[str, Any]:
+    return {
         "settings": settings.model_dump(mode="json", exclude={"text", "tokens"}),
         "trained": tokens_digest(tokens.trained),
         "held_out": tokens_digest(tokens.held_out),
         "prefix": tokens.prefix,
-        "base": base,
         "seed": job.manifest.seed,
     }
-    return Healing(settings, tokens, base, hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest())
 
 
 def _entered(job: JobContext) -> HealedEntry | None:
@@ -152,30 +154,21 @@ def _entered(job: JobContext) -> HealedEntry | None:
     return entered
 
 
-def _tokens(job: JobContext) -> HealingTokens:
-    if job.healing_text is not None:
-        return job.healing_text
-    assert job.tokens is not None, "the manifest has calibration or heal.text"
-    return calibration_as_text(job.manifest, job.tokens, job.held_out, job.prefix)
-
-
 def _base(job: JobContext) -> tuple[str | None, ...]:
     """Return the digests of the solved layers."""
     entries = (job.ledger.get(layer_key(layer)) for layer in range(job.inputs.geometry.num_layers))
     return tuple(entry.staged.sha256 if entry else None for entry in entries)
 
 
-def _heal(job: JobContext, healing: Healing, heartbeat: Heartbeat) -> HealedEntry:
+def _heal(job: JobContext, healing: Healing, pool: Pool) -> HealedEntry:
     """Train, stage the healed layers if they are better, and enter the healing."""
     with quick_imports():
         from pipeline.healing.checkpoints import sweep_states
 
-    assert job.run_dir.storage.folder is not None
-    run_dir = Path(job.run_dir.storage.folder).absolute()
-    teacher = _teacher(job, healing, heartbeat)
+    teacher = stored_teacher(job, pool)
     for left in range(TRIES - 1, -1, -1):
         try:
-            figures, layers, trained = _trained(job, healing, teacher, run_dir)
+            figures, layers, trained = _trained(job, healing, teacher)
             break
         except CorruptError as error:
             of_teacher = error.path in {record.path for record in teacher_arrays(job.ledger)}
@@ -184,7 +177,7 @@ def _heal(job: JobContext, healing: Healing, heartbeat: Heartbeat) -> HealedEntr
             if not left:
                 raise
             job.observer.repaired(str(error), [damaged])
-            teacher = _teacher(job, healing, heartbeat)
+            teacher = stored_teacher(job, pool)
     if not layers:
         job.observer.say(
             f"heal: no step came closer to the dense model on held-out text than the start ({figures['before']:.4f} "
@@ -196,58 +189,37 @@ def _heal(job: JobContext, healing: Healing, heartbeat: Heartbeat) -> HealedEntr
     entered = HealedEntry(of=healing.of, base=healing.base, layers=layers, trained=trained, figures=figures)
     job.ledger.commit(HEALED, entered)
     job.ledger.retract(HEALING)
-    sweep_states(run_dir, None)
+    sweep_states(job.run_dir.storage, None)
     return entered
 
 
-def _teacher(job: JobContext, healing: Healing, heartbeat: Heartbeat) -> TeacherEntry:
-    """Return the dense model's distribution on the text. Compute it by a pass of the workers if it is not stored."""
-    tokens, entered = healing.tokens, job.ledger.get(TEACHER)
-    described = (FORMAT, tokens_digest(tokens.windows), len(tokens.trained), tokens.prefix)
-    of = hashlib.sha256(json.dumps(described).encode()).hexdigest()
-    if entered is not None and entered.of == of:
-        return entered
-    if entered is not None:
-        job.ledger.retract(TEACHER)
-        job.run_dir.activations.drop(entered.tokens, *entered.rows, *entered.outputs)
-    with job_workers(job, heartbeat) as workers:
-        stored = job.run_dir.activations.write_tokens(tokens.windows.to(torch.int32))
-        workers.always.append(stored)
-        windows, taught = _teacher_windows(job, tokens, stored)
-        scorer = workers.scorer(job)
-        rows, outputs = scorer.taught(windows, NAME, [None] * job.inputs.geometry.num_layers, taught)
-        entry = TeacherEntry(of=of, tokens=stored, rows=rows, outputs=outputs)
-        job.ledger.commit(TEACHER, entry)
-        workers.always.extend(teacher_arrays(job.ledger))
-        scorer.forget(NAME)
-    return entry
-
-
-def _teacher_windows(job: JobContext, tokens: HealingTokens, stored: ArrayRecord) -> tuple[Windows, int]:
-    """Return the windows of the teacher's pass, trained ones first, and the number of shards with these."""
-    calibration = job.manifest.calibration
-    shards, micro_batch = (calibration.shards, calibration.micro_batch) if calibration else (SHARDS, 1)
-    dtype = str(torch.promote_types(job.inputs.dtype, torch.float32)).removeprefix("torch.")
-    count = len(tokens.trained)
-    trained = Windows.even(count, shards, dtype, micro_batch).ranges
-    held_out = Windows.even(len(tokens.held_out), shards, dtype, micro_batch).ranges
-    ranges = (*trained, *((count + first, count + end) for first, end in held_out))
-    return Windows(ranges, dtype, micro_batch, stored, len(tokens.prefix)), len(trained)
-
-
 @contextmanager
-def _student_folder(job: JobContext, run_dir: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
-    """Assemble the solved layers as a checkpoint in RUN_DIR, of links where possible, for the block."""
-    for left in run_dir.glob(f"{STUDENT}*"):  # by a killed process
-        shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(dir=run_dir, prefix=STUDENT) as folder:
-        assembler = Assembler(job.inputs, job.ledger, job.run_dir.storage, job.source_files, output=folder)
-        yield Path(folder), assembler.run()
+def _student_folder(job: JobContext) -> Iterator[tuple[Storage, Mapping[str, Any]]]:
+    """Assemble the solved layers as a checkpoint in RUN_DIR, of links where possible, for the block. The dense head is
+    beside it if the checkpoint has a rounded one."""
+    from pipeline.healing.student import DENSE_HEAD, WEIGHT
+
+    run_dir = job.run_dir.storage
+    for left in run_dir.folders():  # by a killed process
+        if left.startswith(STUDENT):
+            run_dir.delete_folder(left)
+    name = f"{STUDENT}{uuid.uuid4().hex}"
+    folder = run_dir.below(name)
+    try:
+        compression = Assembler(job.inputs, job.ledger, run_dir, job.source_files, output=folder).run()
+        if job.manifest.quantize is not None and "head" in job.manifest.quantize.outer_roles:
+            head = f"{job.inputs.config['block']['head']}.{WEIGHT}"
+            copy_shard(folder, DENSE_HEAD, job.inputs.source, [WEIGHT], {WEIGHT: head})
+        yield folder, compression
+    finally:
+        with suppress(StorageError):  # the next start removes what is left
+            run_dir.delete_folder(name)
 
 
 def trained_tensors(job: JobContext, compression: Mapping[str, Any], settings: Heal) -> dict[str, torch.dtype]:
     """Return the stored names of the tensors that are trained, with their dtypes: in compressed layers, the tensors
-    that a method wrote, norms and biases; packed codes if asked for. Routers stay."""
+    that a method wrote, norms and biases; packed codes if asked for. Routers stay, and rounded embeddings and heads,
+    which are staged beside a layer."""
     names = {}
     for layer in sorted({task.layer for task in job.inputs.tasks}):
         entry, geometry = job.ledger.get(layer_key(layer)), job.inputs.geometry.layers[layer]
@@ -257,13 +229,14 @@ def trained_tensors(job: JobContext, compression: Mapping[str, Any], settings: H
             dtype, flat = DTYPES[tensor.dtype], len(tensor.shape) == 1 and not name.endswith(LEVELS)
             written = compression["tensors"][name]["origin"] != "copied" and settings.what != "norms"
             trains = dtype.is_floating_point or (settings.what == "codes" and name.endswith(PACKED))
-            if trains and (flat or written) and not name.startswith(routers):
+            inside = name.startswith(geometry.prefix) and not name.startswith(routers)
+            if trains and (flat or written) and inside:
                 names[name] = dtype
     return names
 
 
 def _trained(
-    job: JobContext, healing: Healing, teacher: TeacherEntry, run_dir: Path
+    job: JobContext, healing: Healing, teacher: TeacherEntry
 ) -> tuple[dict[str, Any], dict[str, StagedRecord], tuple[str, ...]]:
     """Train from the last checkpoint, or from the start. Return the figures of the healing, and as `_staged` does the
     layers of the best step; none if the start is best. Raises CorruptError if the checkpoint is damaged."""
@@ -287,13 +260,13 @@ def _trained(
         peak=default_rate(job.inputs.geometry.hidden) if asked == "auto" else asked,
         seed=job.manifest.seed,
     )
-    with _student_folder(job, run_dir) as (folder, compression):
+    with _student_folder(job) as (folder, compression):
         names = trained_tensors(job, compression, settings)
         numbers = sum(math.prod(compression["tensors"][name]["shape"]) for name in names)
         task = TrainingTask(
-            run_dir=run_dir,
+            run_dir=open_storage(job.run_dir.storage.address),
             of=healing.of,
-            student=folder,
+            student=open_storage(folder.address),
             names=names,
             sizes=sizes,
             teacher=teacher,
@@ -310,7 +283,7 @@ def _trained(
         )
         entry = _checkpoint_at_the_end(job, task, processes)
         best = entry.curve.best
-        layers, trained = _staged(job, folder, run_dir, entry.folder, names) if best else ({}, ())
+        layers, trained = _staged(job, folder, entry.folder, names) if best else ({}, ())
     curve = entry.curve
     figures = {
         "text": list(tokens.names),
@@ -362,7 +335,7 @@ def _checkpoint_at_the_end(job: JobContext, task: TrainingTask, processes: int) 
     entered = job.ledger.get(HEALING)
     sweep_states(task.run_dir, entered.folder if entered else None)
     if entered is None or entered.step < task.schedule.steps:
-        journal = _Journal(job, task.run_dir)
+        journal = _Journal(job)
         with interrupting(job.stop):
             if job.in_process:
                 from pipeline.healing.training_process import train
@@ -388,8 +361,8 @@ def _activation_bytes(job: JobContext, sizes: TextSizes) -> int:
 class _Journal:
     """Implements `pipeline.healing.training_process.Journal` for a job."""
 
-    def __init__(self, job: JobContext, run_dir: Path) -> None:
-        self.job, self.run_dir = job, run_dir
+    def __init__(self, job: JobContext) -> None:
+        self.job = job
 
     def last(self) -> HealingEntry | None:
         return self.job.ledger.get(HEALING)
@@ -406,19 +379,23 @@ class _Journal:
         before = self.last()
         self.job.ledger.commit(HEALING, entry)
         if before is not None and before.folder != entry.folder:  # the processes may write the next one already
-            shutil.rmtree(self.run_dir / before.folder, ignore_errors=True)
+            with suppress(StorageError):  # the next start removes what is left
+                self.job.run_dir.storage.delete_folder(before.folder)
 
 
 def _staged(
-    job: JobContext, student: Path, run_dir: Path, checkpoint: str, names: Mapping[str, torch.dtype]
+    job: JobContext, student: Storage, checkpoint: str, names: Mapping[str, torch.dtype]
 ) -> tuple[dict[str, StagedRecord], tuple[str, ...]]:
     """Stage the layers with the best tensors of a checkpoint, one layer in memory at a time. Return their records by
     layer, and the names of tensors that changed."""
     from pipeline.healing.checkpoints import load_state
     from pipeline.healing.student import stored_forms
     from pipeline.healing.training import BEST
+    from pipeline.healing.training_process import without_weights
 
-    records, changed, forms = {}, list[str](), stored_forms(student)
+    records, changed = {}, list[str]()
+    with on_this_machine(student, without_weights) as folder:
+        forms = stored_forms(Path(folder))
     for layer in sorted({task.layer for task in job.inputs.tasks}):
         entry = job.ledger.get(layer_key(layer))
         assert entry is not None
@@ -426,7 +403,7 @@ def _staged(
         trained = {name: forms.get(name) for name in tensors.keys() & names.keys()}
         weights = {name: form.weight(tensors[name]) if form else tensors[name] for name, form in trained.items()}
         best = {BEST + name: torch.empty_like(weight) for name, weight in weights.items()}
-        load_state(run_dir, checkpoint, best)
+        load_state(job.run_dir.storage, checkpoint, best)
         for name, form in trained.items():
             tensors[name] = form.stored(best[BEST + name]) if form else best[BEST + name]
         records[str(layer)] = staged = write_staged(job.run_dir.storage, layer, tensors)

@@ -158,9 +158,14 @@ def _not_counted(manifest: Manifest, inputs: Inputs | None) -> list[str]:
     remarks = []
     if inputs is None and manifest.evaluation.perplexity is not None:
         remarks.append("evaluation.perplexity is not among the seconds: with --config its text is not read")
-    if manifest.heal is not None and manifest.heal.text is not None and manifest.heal.tokens is None:
-        remarks.append("heal is not among the seconds: the plan does not read heal.text; give heal.tokens")
-    return remarks
+    return remarks + uncounted_healing(manifest)
+
+
+def uncounted_healing(manifest: Manifest) -> list[str]:
+    """Return a remark if the plan cannot count the healing."""
+    if manifest.heal is None or manifest.heal.text is None or manifest.heal.tokens is not None:
+        return []
+    return ["heal is not among the seconds: the plan does not read heal.text; give heal.tokens"]
 
 
 def size_seconds(phases: Mapping[str, float], way: Pass) -> float:

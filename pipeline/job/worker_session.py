@@ -32,7 +32,6 @@ from pipeline.evaluation.perplexity import sweep_scratch
 from pipeline.inputs.calibration import sample_tokens
 from pipeline.job.commits import commit_interval
 from pipeline.job.context import JobContext, driver_job
-from pipeline.job.healed_ledger import HealedLedger
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.remaining_phases import job_eta
 from pipeline.methods.registry import layers_of
@@ -40,7 +39,7 @@ from pipeline.reporting.unit_log import units_logged
 from pipeline.units.scores import COMPARED_LAYERS, Compare
 from stores.activations import ActivationStore
 from stores.background import Background
-from stores.ledger import Ledger
+from stores.ledger import Ledger, LedgerView
 from stores.run_directory import RunDirectory
 from stores.statistics import StatisticsStore
 from stores.storage import open_storage
@@ -50,6 +49,7 @@ from workers.pools import worker_pool
 T = TypeVar("T")
 Scoring = Callable[[JobContext, Scheduler, LayersEntered], TaskStream[T]]  # scores layers while others are compressed
 LAYER = re.compile(r"(^|/)layer/\d+$")  # of the job, or of a point of a sweep
+ENDED_HEALING = re.compile(rf"(^|/){HEALED}$")
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ class StoreCleaner:
         self._retained[store] = live
 
     def retain_staged(self, records: tuple[StagedRecord, ...]) -> None:
-        """Drop all staged layers but these."""
-        self.run_dir.sweep_staged((*records, *healed_layers(self.run_dir.ledger)))
+        """Drop all staged layers but these, and those that an entry names, if of another point of a sweep."""
+        self.run_dir.sweep_staged((*records, *staged_layers(_whole(self.run_dir.ledger))))
 
 
 class JobWorkers:
@@ -351,22 +351,23 @@ def _stored_tokens(job: JobContext) -> ArrayRecord | None:
 def _sweep(job: JobContext) -> None:
     """Remove files that an interruption left without an entry. The driver sweeps hidden states and moments."""
     job.ledger.sweep()
-    job.run_dir.sweep_staged(staged_layers(job.ledger))
+    job.run_dir.sweep_staged(staged_layers(_whole(job.ledger)))
     sweep_scratch(job.run_dir.storage)
 
 
 def staged_layers(ledger: Ledger) -> tuple[StagedRecord, ...]:
-    """Return the staged layers that entries name, of a job or of all points of a sweep."""
-    layers = [key for key in ledger.keys() if LAYER.search(key)]  # noqa: SIM118 - no mapping
-    staged = tuple(entry.staged for key in layers if (entry := ledger.get(key)))
-    solved = staged_layers(ledger.whole) if isinstance(ledger, HealedLedger) else ()  # another healing begins there
-    return (*staged, *healed_layers(ledger), *solved)
+    """Return the staged layers that entries name, solved and healed ones, of a job or of all points of a sweep."""
+    keys = ledger.keys()
+    solved = tuple(entry.staged for key in keys if LAYER.search(key) and (entry := ledger.get(key)))
+    healings = (ledger.get(key) for key in keys if ENDED_HEALING.search(key))
+    return (*solved, *(staged for healed in healings if healed for staged in healed.layers.values()))
 
 
-def healed_layers(ledger: Ledger) -> tuple[StagedRecord, ...]:
-    """Return the staged layers of a finished healing."""
-    healed = ledger.get(HEALED)
-    return tuple(healed.layers.values()) if healed else ()
+def _whole(ledger: Ledger) -> Ledger:
+    """Return the ledger of the run directory that a view shows a part of."""
+    while isinstance(ledger, LedgerView):
+        ledger = ledger.whole
+    return ledger
 
 
 def teacher_arrays(ledger: Ledger) -> list[ArrayRecord]:

@@ -45,11 +45,12 @@ def _plot(results: Mapping[str, Any], size: str, loss: str) -> Plot:
         line = lines.setdefault(series_name(row), [])
         if _is_finite(row[loss]):
             line.append((row[f"{size}_kept"], row[loss]))
+    healed = _healed_lines(results, size, loss)
     dense = results["dense"]["perplexity"] if results["dense"] and loss == "perplexity" else None
     dense = None if dense == INFINITY else dense
 
     def plot(axes: Axes) -> None:
-        for place, (name, points) in enumerate(lines.items()):
+        for place, (name, points) in enumerate([*lines.items(), *healed.items()]):
             colour, marker = SERIES[place % len(SERIES)], MARKERS[place % len(MARKERS)]
             dash = DASHES[place // len(SERIES) % len(DASHES)]
             axes.plot(*_columns(sorted(points)), color=colour, marker=marker, linestyle=dash, label=name)
@@ -61,7 +62,8 @@ def _plot(results: Mapping[str, Any], size: str, loss: str) -> Plot:
             axes.axhline(dense, color=INK, linewidth=1.0, linestyle=(0, (1, 2)))
             at = ("axes fraction", "data")
             axes.annotate("dense", (0.01, dense), xycoords=at, color=INK, ha="left", va="bottom")
-        _scale(axes, [point.loss for point in measured] + ([dense] if dense is not None else []))
+        losses = [point.loss for point in measured] + [loss for points in healed.values() for _, loss in points]
+        _scale(axes, losses + ([dense] if dense is not None else []))
         axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.set_xlabel(f"{SIZES[size]}, share of the dense model's")
         axes.set_ylabel(LOSSES[loss])
@@ -71,9 +73,18 @@ def _plot(results: Mapping[str, Any], size: str, loss: str) -> Plot:
         f"{LOSSES[loss].capitalize()} by {SIZES[size]}. A ring marks a point that no other beats: no point of its size "
         f"has as little loss, and none of another curve has less that is larger by up to {TOLERANCE:.0%} of the dense "
         "size."
-    )
-    legend_rows = math.ceil((len(lines) + 1) / 2)
+    ) + (" Healed points are not compared in this." if healed else "")
+    legend_rows = math.ceil((len(lines) + len(healed) + 1) / 2)
     return draw(size, f"{loss}-{size}", caption, plot, AXES_INCHES + LEGEND_ROW_INCHES * legend_rows)
+
+
+def _healed_lines(results: Mapping[str, Any], size: str, loss: str) -> dict[str, list[tuple[float, float]]]:
+    """Return the line of the healed points of each series."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in results["points"]:
+        if (healed := row.get("healed")) and _is_finite(healed[loss]):
+            lines.setdefault(f"{series_name(row)}, healed", []).append((row[f"{size}_kept"], healed[loss]))
+    return lines
 
 
 def _columns(points: Sequence[tuple[float, ...]]) -> tuple[list[float], list[float]]:

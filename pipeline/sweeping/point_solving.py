@@ -31,8 +31,9 @@ from pipeline.job.ledger_entries import check_entries
 from pipeline.job.output_scores import dense_score_key, score_entry
 from pipeline.job.prediction import predicted_at_ranks
 from pipeline.job.sizing import compress_and_score
+from pipeline.job.teacher import enter_teacher, forget_other_teacher
 from pipeline.job.texts import check_texts
-from pipeline.job.worker_session import JobWorkers, StoreCleaner, assemble_output, job_workers, staged_layers
+from pipeline.job.worker_session import JobWorkers, StoreCleaner, assemble_output, job_workers
 from pipeline.sweeping.joint_solving import stage_together
 from pipeline.sweeping.point_pool import PointPool
 from pipeline.sweeping.point_tasks import PointTasks
@@ -48,7 +49,9 @@ TEMPORARY = (
     "compared",
     "held_out_score",
     "scored/",
+    "after_healing/",
 )  # entries retracted with a point's result
+HEALED_FROM = ("layer/", "compared")  # those of them that its healing needs
 
 
 def solve_points(sweep: SweepContext, heartbeat: Heartbeat) -> None:
@@ -57,25 +60,29 @@ def solve_points(sweep: SweepContext, heartbeat: Heartbeat) -> None:
     Raises:
         Interrupted: a signal came; committed results stay.
     """
-    pending = [point for point in sweep.points if not sweep.is_done(point)]
+    pending = [point for point in sweep.points if not sweep.is_solved(point)]
     if not pending:
         return
+    for point in filter(sweep.is_done, sweep.points):
+        forget_work(sweep.of(point))  # what an interruption behind the commit left
     job, numbers = sweep.job, count(1)
+    forget_other_teacher(job)
     with job_workers(job, heartbeat) as workers:
         device = (job.ledger.get(HARDWARE) or {})["device"]
         job.observer.expect(sweep_eta(pending, job, known_rates(device)))
         check_texts(job, workers)
         _take_statistics(job, pending, workers)
-        windows, tasks = _score_dense(job, workers), PointTasks(job)
+        windows, tasks = score_dense(job, workers), PointTasks(job)
         tasks.score_dense(job, workers)
+        if any(map(sweep.heals, pending)):
+            enter_teacher(job, workers)
         for series in series_of(pending):
             seconds = _stage(sweep, series, workers)
-            for place, point in enumerate(series, start=1):
+            for point in series:
                 job.observer.say(f"point {next(numbers)} of {len(pending)}: {point.point.label}")
                 catch_signals(job.stop)
                 _solve(sweep, point, workers, windows, tasks, seconds / len(series))
-                staged = [record for other in series[place:] for record in staged_layers(sweep.of(other).ledger)]
-                StoreCleaner(job.run_dir, workers.always, workers.dropping).retain_staged(tuple(staged))
+                StoreCleaner(job.run_dir, workers.always, workers.dropping).retain_staged(())
 
 
 def _take_statistics(job: JobContext, pending: list[SweptPoint], workers: JobWorkers) -> None:
@@ -87,7 +94,7 @@ def _take_statistics(job: JobContext, pending: list[SweptPoint], workers: JobWor
     workers.prepare(job, shared)
 
 
-def _score_dense(job: JobContext, workers: JobWorkers) -> Windows | None:
+def score_dense(job: JobContext, workers: JobWorkers) -> Windows | None:
     """Store the windows of the evaluation text for the workers, and score the dense model on them once.
 
     Raises InputError if its loss shows that something was read wrongly.
@@ -132,11 +139,11 @@ def _stage(sweep: SweepContext, series: Sequence[SweptPoint], workers: JobWorker
         job = sweep.of(point)
         check_entries(job.ledger, driver_job(job.inputs), job.inputs.config, job.inputs.source.tensors)
     if len(series) > 1:
-        stage_together(sweep, series, _workers_of(series[0], workers))
+        stage_together(sweep, series, workers_of(series[0], workers))
     return time.monotonic() - started
 
 
-def _workers_of(point: SweptPoint, workers: JobWorkers) -> JobWorkers:
+def workers_of(point: SweptPoint, workers: JobWorkers) -> JobWorkers:
     """Return the workers of a point. Its hidden states are not committed: after a kill it is scored again."""
     pool, every = PointPool(workers.pool, point.first), point.inputs.geometry.num_layers + 1
     return JobWorkers(pool, workers.always, every, workers.dropping)
@@ -152,7 +159,7 @@ def _solve(
 ) -> None:
     """Solve, score and commit a point. `shared_s`: its part of the seconds of joint solves."""
     job, started = sweep.of(point), time.monotonic()
-    own = _workers_of(point, workers)
+    own = workers_of(point, workers)
     scored, on_tasks = _compress_and_score(job, own, windows, tasks, compared=point.point.save)
     counts = committed_sizes(job.inputs, job.ledger)
     compression = assemble_output(job) if point.point.save else None
@@ -169,9 +176,14 @@ def _solve(
         tasks=on_tasks,
     )
     job.ledger.commit(RESULT, entry)
-    for key in (key for kind in TEMPORARY for key in job.ledger.keys(kind)):
-        job.ledger.retract(key)
+    forget_work(job, kept=HEALED_FROM if sweep.heals(point) else ())
     job.observer.say(_result_line(point.point.label, entry))
+
+
+def forget_work(job: JobContext, kept: Sequence[str] = ()) -> None:
+    """Retract the entries of a point that only its result needs, but for some kinds."""
+    for key in (key for kind in TEMPORARY if kind not in kept for key in job.ledger.keys(kind)):
+        job.ledger.retract(key)
 
 
 def _compress_and_score(

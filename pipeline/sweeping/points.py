@@ -22,7 +22,7 @@ from stores.ledger import Ledger, LedgerView
 from stores.source import SourceCheckpoint
 
 MOST_TOGETHER = 8  # points that are solved jointly; the layers of all of them are staged at once
-SHARED = ("dense", "gradient", "tokens", "held_out", "hardware", "source")  # kinds of ledger entries
+SHARED = ("dense", "gradient", "tokens", "held_out", "hardware", "source", "teacher")  # kinds of ledger entries
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def series_of(points: Sequence[SweptPoint]) -> list[tuple[SweptPoint, ...]]:
 
 
 def shared_inputs(swept: Sequence[SweptPoint], output: str) -> SharedInputs:
-    """Return the inputs of one pass over the text for all points."""
+    """Return the inputs of one pass over the text for all points. Saved points have the same `heal`."""
     manifests, first = [point.point.manifest for point in swept], swept[0].inputs
     manifest = first.manifest.model_copy(
         update={
@@ -128,6 +128,7 @@ def shared_inputs(swept: Sequence[SweptPoint], output: str) -> SharedInputs:
             "methods": tuple(entry for manifest in manifests for entry in manifest.methods),
             "budget": Budget(keep=max(manifest.budget.share if manifest.budget else 1.0 for manifest in manifests)),
             "quantize": None,
+            "heal": next((manifest.heal for manifest in manifests if manifest.heal), None),
         }
     )
     tasks = tuple(shifted(task, point.first) for point in swept for task in point.inputs.tasks)

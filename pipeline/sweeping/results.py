@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from manifests import VERSION
+from manifests.entries import HealedPoint, HeldOutScoreEntry
 from pipeline.driver.ledger_keys import RANKS, RESULT, TEXTS
 from pipeline.evaluation.losses import WARNED_NATS, damage_warnings, json_perplexity
 from pipeline.evaluation.text_remarks import text_lines
@@ -21,6 +22,7 @@ from pipeline.job.output_scores import dense_score_key, dense_task_key
 from pipeline.job.prediction import ENOUGH
 from pipeline.ranks.calibration import CalibratedLoss
 from pipeline.sweeping.front import Point, front
+from pipeline.sweeping.healed_rows import HEADINGS, HEALED_COLUMNS, healed_cell, healed_columns
 from pipeline.sweeping.plots import SIZES, series_name
 from pipeline.sweeping.point_tasks import task_figures
 from pipeline.sweeping.points import SweptPoint
@@ -110,12 +112,13 @@ def _warnings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def as_csv(results: Mapping[str, Any]) -> str:
-    """Return a line for each point with the columns COLUMNS, and one for each task and metric. A figure that was not
-    measured is empty."""
+    """Return a line for each point with the columns COLUMNS, those of healed points if there are any, and one for each
+    task and metric. A figure that was not measured is empty."""
     text = io.StringIO()
-    rows = [{**row, **task_figures(row.get("tasks"))} for row in results["points"]]
+    rows = [{**row, **task_figures(row.get("tasks")), **healed_columns(row)} for row in results["points"]]
     tasks = dict.fromkeys(name for row in results["points"] for name in task_figures(row.get("tasks")))
-    writer = csv.DictWriter(text, [*COLUMNS, *tasks], extrasaction="ignore", lineterminator="\n")
+    healed = HEALED_COLUMNS if any(row.get("healed") for row in results["points"]) else ()
+    writer = csv.DictWriter(text, [*COLUMNS, *healed, *tasks], extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows({**row, "methods": "+".join(row["methods"])} for row in rows)
     return text.getvalue()
@@ -158,6 +161,8 @@ def _columns(results: Mapping[str, Any]) -> dict[str, list[str]]:
     columns["perplexity"] += [_short(row["perplexity"], ".4f") for row in rows]
     for heading, (name, form) in MEASURED.items():
         columns[heading] = ["", *(_short(row[name], form) for row in rows)]
+    for name, form in HEADINGS.items():
+        columns[f"healed\n{name.replace('_', ' ')}"] = ["", *(healed_cell(row, name, form) for row in rows)]
     for name, value in task_figures(results.get("tasks"), first=True).items():
         of_rows = [task_figures(row.get("tasks")).get(name) for row in rows]
         columns[name] = [_short(figure, ".4f") for figure in (value, *of_rows)]
@@ -166,7 +171,7 @@ def _columns(results: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def _width(heading: str, cells: Sequence[str]) -> int:
-    return max(len(cell) for cell in (heading, *cells)) + GAP
+    return max(len(line) for cell in (heading, *cells) for line in cell.split("\n")) + GAP
 
 
 def _row(sweep: SweepContext, point: SweptPoint, dense: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -176,8 +181,7 @@ def _row(sweep: SweepContext, point: SweptPoint, dense: Mapping[str, Any] | None
     if entry is None or entry.text != sweep.text:
         return None
     counts, held_out, loss = entry.counts, entry.held_out, entry.loss
-    score = {"perplexity": json_perplexity(loss), "loss": loss} if loss is not None else None
-    compared = held_out.as_json() if held_out else None
+    healed = entry.healed
     shares = {f"{name}_kept": counts[of]["compressed"] / counts[of]["dense"] for name, of in SHARES.items()}
     return {
         "point": point.point.label,
@@ -189,18 +193,34 @@ def _row(sweep: SweepContext, point: SweptPoint, dense: Mapping[str, Any] | None
         "bytes": counts["bytes"]["compressed"],
         "cache_bytes_per_token": counts["cache_bytes_per_token"]["compressed"],
         "counts": entry.as_json()["counts"],
+        **_scores(loss, held_out, dense),
+        "predicted_loss": entry.predicted,
+        "ranks": ranks.as_json()["ranks"] if ranks else {},
+        "seconds": entry.seconds,
+        "output": entry.output,
+        **({"tasks": entry.as_json()["tasks"]} if entry.tasks else {}),
+        **({"healed": _healed(healed, dense)} if healed else {}),
+    }
+
+
+def _scores(loss: float | None, held_out: HeldOutScoreEntry | None, dense: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the scores of a point's layers, solved or healed, as columns of its row."""
+    score = {"perplexity": json_perplexity(loss), "loss": loss} if loss is not None else None
+    compared = held_out.as_json() if held_out else None
+    return {
         "perplexity": score and score["perplexity"],
         "loss": loss,
         "loss_over_dense": loss - dense["loss"] if loss is not None and dense else None,
         "divergence": held_out.divergence if held_out else None,
         "held_out_perplexity": compared and compared["perplexity"],
         "damaged": bool(damage_warnings({"held_out": compared, "evaluation": {"perplexity": score, "dense": dense}})),
-        "predicted_loss": entry.predicted,
-        "ranks": ranks.as_json()["ranks"] if ranks else {},
-        "seconds": entry.seconds,
-        "output": entry.output,
-        **({"tasks": entry.as_json()["tasks"]} if entry.tasks else {}),
     }
+
+
+def _healed(entry: HealedPoint, dense: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the figures of a healing and the scores behind it; without scores if no step was better."""
+    tasks = {"tasks": entry.as_json()["tasks"]} if entry.tasks else {}
+    return {**entry.as_json()["figures"], **_scores(entry.loss, entry.held_out, dense), **tasks}
 
 
 def _loss(row: Mapping[str, Any]) -> float:

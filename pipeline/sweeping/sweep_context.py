@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from pipeline.checkpoint.output_directory import OutputFiles, claim_files, claim
 from pipeline.checkpoint.planned_size import bounded_plan
 from pipeline.console.eta import read_paces
 from pipeline.console.progress import JobObserver
-from pipeline.driver.ledger_keys import BEFORE_WORK, POINTS, RESULT, SOURCE
+from pipeline.driver.ledger_keys import BEFORE_WORK, POINTS, RESULT, SOURCE, layer_key
 from pipeline.evaluation.task_scores import tasks_digest
 from pipeline.inputs.calibration import tokens_digest
 from pipeline.inputs.fingerprint import job_fingerprint
@@ -36,7 +37,9 @@ from pipeline.job.context import (
     read_text,
     watch_source,
 )
+from pipeline.job.healing import check_healing, healing_digest
 from pipeline.job.ledger_entries import check_entries
+from pipeline.methods.registry import layers_of
 from pipeline.sweeping.points import SharedInputs, SweptPoint, read_points, shared_inputs
 from pipeline.sweeping.sweep_plan import run_dir_bytes
 from stores.run_directory import SWEEP, RunDirectory
@@ -68,6 +71,17 @@ class SweepContext:
                 remarks.setdefault(remark, []).append(point.point.label)
         return remarks
 
+    def check_healing(self) -> None:
+        """Raise InputError if a saved point cannot be healed, with a line for each fault."""
+        faults: dict[str, list[str]] = {}
+        for point in self.points:
+            try:
+                check_healing(self.of(point))
+            except InputError as error:
+                faults.setdefault(str(error), []).append(point.point.label)
+        if faults:
+            raise InputError("\n".join(f"{', '.join(labels)}: {fault}" for fault, labels in faults.items()))
+
     @property
     def text(self) -> str:
         """The digest of the tokens and tasks that points are scored on."""
@@ -75,6 +89,11 @@ class SweepContext:
         tokens = [tokens_digest(evaluation), tokens_digest(self.job.held_out)]
         tokens += [tasks_digest(tasks)] if (tasks := self.job.manifest.evaluation.tasks) else []
         return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
+
+    @cached_property
+    def healing(self) -> str | None:
+        """The digest of the healing of saved points; None without one."""
+        return healing_digest(self.job)
 
     def begin(self) -> SweepContext:
         """Bind the run directory to the sweep before its work begins. Return the context of the next stages."""
@@ -105,17 +124,36 @@ class SweepContext:
         return entry.counts["parameters"]["dense"] == sizes["parameters"]
 
     def is_done(self, point: SweptPoint) -> bool:
-        """True if a point has a result on this text, and an undamaged checkpoint if the sweep saves it."""
-        if not self.job.fingerprint_check.reuses_entries:
+        """True if a point has a result on this text, and if the sweep saves it an undamaged checkpoint, healed as the
+        sweep asks for."""
+        entry = self._result(point)
+        if entry is None or not point.point.save:
+            return entry is not None
+        if self.heals(point) and (entry.healed is None or entry.healed.asked != self.healing):
             return False
-        entry = point.ledger(self.job.ledger).get(RESULT)
-        if entry is None or entry.text != self.text or not self._counts_alike(entry):
-            return False
-        if not point.point.save:
-            return True
         output = point.point.manifest.output
         seal = entry.seal if entry.output == open_storage(output).address else None
         return seal is not None and not quick_faults(output, seal)
+
+    def heals(self, point: SweptPoint) -> bool:
+        """True if the sweep heals a point."""
+        return point.point.manifest.heal is not None
+
+    def is_solved(self, point: SweptPoint) -> bool:
+        """True if a point is done, or only its healing is missing."""
+        if self.is_done(point):
+            return True
+        ledger = point.ledger(self.job.ledger)
+        layers = layers_of(point.inputs.tasks)
+        staged = self.heals(point) and all(ledger.get(layer_key(layer)) is not None for layer in layers)
+        return staged and self._result(point) is not None
+
+    def _result(self, point: SweptPoint) -> PointEntry | None:
+        """Return the result of a point on this text."""
+        if not self.job.fingerprint_check.reuses_entries:
+            return None
+        entry = point.ledger(self.job.ledger).get(RESULT)
+        return entry if entry is not None and entry.text == self.text and self._counts_alike(entry) else None
 
 
 @contextmanager
@@ -158,6 +196,7 @@ def open_sweep(
             fingerprint_check, watch, tuple(point.manifest for point in points), in_process,
         )  # fmt: skip
         context = SweepContext(sweep, swept, job)
+        context.check_healing()
         if fingerprint_check.reuses_entries:
             check_evaluation_prefix(job, SWEEP, sweep.evaluation)
             context.enter()

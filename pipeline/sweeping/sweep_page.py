@@ -10,6 +10,7 @@ from typing import Any
 from pipeline.evaluation.text_remarks import text_lines
 from pipeline.reporting.page import document, figures, section, warning_lines
 from pipeline.reporting.tables import table
+from pipeline.sweeping.healed_rows import HEADINGS, healed_cell
 from pipeline.sweeping.plots import SIZES, sweep_plots
 from pipeline.sweeping.point_tasks import task_figures
 
@@ -38,13 +39,17 @@ def render_sweep(results: Mapping[str, Any]) -> str:
 
 def _points(results: Mapping[str, Any]) -> str:
     tasks = list(task_figures(results.get("tasks"), first=True))
+    healed = HEADINGS if any(row.get("healed") for row in results["points"]) else {}
     rows = [
         (
             row["point"],
             *("" if row[column] is None else f"{float(row[column]):{form}}" for column, (_, form) in FIGURES.items()),
+            *(healed_cell(row, name, form) for name, form in healed.items()),
             *(f"{task_figures(row['tasks'])[name]:.4f}" if row.get("tasks") else "" for name in tasks),
             ", ".join(size for size in SIZES if row[f"best_by_{size}"]),
         )
         for row in results["points"]
     ]
-    return table("points", ("point", *(heading for heading, _ in FIGURES.values()), *tasks, "best by"), rows)
+    headings = [heading for heading, _ in FIGURES.values()]
+    headings += [f"healed {name.replace('_', ' ')}" for name in healed]
+    return table("points", ("point", *headings, *tasks, "best by"), rows)

@@ -11,6 +11,7 @@ from manifests.sweep import Point, Sweep
 from pipeline.checkpoint.planned_size import bounded_plan, plan_of
 from pipeline.console.eta import Eta, PlannedPhase
 from pipeline.cost_model.estimate import Plan
+from pipeline.cost_model.healing_work import HealingWork, healing_work
 from pipeline.cost_model.passes import pass_of
 from pipeline.cost_model.phases import Pass, evaluate_seconds, object_store_bytes, phase_seconds
 from pipeline.cost_model.rates import Rates
@@ -19,7 +20,15 @@ from pipeline.cost_model.work import LayerWork, scoring_flops
 from pipeline.inputs.calibration import EvaluationTokens, evaluation_tokens
 from pipeline.inputs.job_inputs import Inputs
 from pipeline.job.context import JobContext
-from pipeline.job.plan_report import RateSource, planned_work, rates_from, seconds_of, stored_bytes, verdict
+from pipeline.job.plan_report import (
+    RateSource,
+    planned_work,
+    rates_from,
+    seconds_of,
+    stored_bytes,
+    uncounted_healing,
+    verdict,
+)
 from pipeline.job.planned_tasks import tasks_seconds
 from pipeline.sweeping.points import SharedInputs, SweptPoint, read_points, series_of, shared_inputs
 
@@ -37,13 +46,17 @@ def sweep_report(sweep: Sweep, points: tuple[Point, ...], request: RateSource) -
     of_tasks = on_tasks / 2  # of one model
     phases = {name: whole[name] for name in SHARED if name in whole}
     phases |= {"score dense": _scoring(whole) + of_tasks, "curves": 0.0, "solve": 0.0, "score": 0.0, "assemble": 0.0}
-    rows, curved = [], set()
+    rows, curved, healings = [], set(), [work for point in swept if (work := _healing(point.inputs))]
+    if healings:
+        phases |= {"score teacher": healings[0].seconds(rates, workers)["score teacher"], "heal": 0.0}
     for point in swept:
-        seconds = _seconds(point.inputs, tokens, rates)
+        seconds, healing = _seconds(point.inputs, tokens, rates), _healing(point.inputs)
         own = {"solve": seconds["solve"], "score": _scoring(seconds) + of_tasks}
         own["assemble"] = (
             seconds["assemble"] + seconds["verify"] + seconds.get("compare", 0.0) if point.point.save else 0.0
         )
+        if healing:  # and what is healed is scored again
+            own |= {"heal": healing.seconds(rates, workers)["heal"], "score": 2 * own["score"]}
         rows.append(_row(point, sum(own.values())))
         if point.curves_digest not in curved:  # points with the same methods share their curves
             own["curves"] = seconds.get("curves", 0.0)
@@ -59,8 +72,10 @@ def sweep_report(sweep: Sweep, points: tuple[Point, ...], request: RateSource) -
         read_phases={**plan.read_phases, "other points": others},
     )
     report = plan.report() | _stored_bytes(swept, shared, rates) | seconds_of(phases, rates)
+    report |= max(healings, key=lambda work: work.memory_bytes).report() if healings else {}
     del report["expected_numbers"]  # points differ in it
     remarks = [*dict.fromkeys(remark for point in swept for remark in point.inputs.remarks), *unknown]
+    remarks += uncounted_healing(shared.manifest)
     return report | verdict(shared.manifest, report, request, remarks) | {"points": rows}
 
 
@@ -75,7 +90,8 @@ def _stored_bytes(swept: Sequence[SweptPoint], shared: Inputs, rates: Rates) -> 
 
 
 def sweep_eta(pending: Sequence[SweptPoint], job: JobContext, rates: Rates) -> Eta:
-    """Return the phases ahead of a sweep that lacks the `pending` points. `job`: the context that they share."""
+    """Return the phases ahead of a sweep that lacks the `pending` points. `job`: the context that they share. Healing
+    is not among them: its own estimate is shown while it trains."""
     whole = _seconds(job.inputs, job.evaluation, rates)
     names = ("start", "score texts", "statistics", "gradient")
     whole["score texts"] = whole["texts"]
@@ -102,6 +118,8 @@ def sweep_eta(pending: Sequence[SweptPoint], job: JobContext, rates: Rates) -> E
 def run_dir_bytes(swept: Sequence[SweptPoint], plan: Plan) -> int:
     """Return the peak of bytes in the run directory. `plan`: the plan of the work that the points share."""
     staged = max(sum(_plan(point.inputs).output_bytes for point in series) for series in series_of(swept))
+    healed = [_plan(point.inputs).output_bytes for point in swept if point.point.manifest.heal is not None]
+    staged += 2 * sum(healed)  # solved layers wait for the training, and healed ones stay
     return plan.run_dir_bytes + max(0, staged - plan.output_bytes)
 
 
@@ -129,6 +147,14 @@ def _work(inputs: Inputs) -> tuple[LayerWork, Pass]:
 def _scoring(seconds: dict[str, float]) -> float:
     """Return the seconds of scoring one model on the evaluation text and on held-out text."""
     return seconds["held-out"] + seconds.get("evaluate", 0.0)
+
+
+@lru_cache(maxsize=256)
+def _healing(inputs: Inputs) -> HealingWork | None:
+    """Return the work of healing a point; None if it is not healed, or of a text of unknown length."""
+    plan = _plan(inputs)
+    share = plan.expected_numbers / plan.dense_numbers
+    return healing_work(inputs.manifest, inputs.geometry, share, inputs.dtype.itemsize)
 
 
 @lru_cache(maxsize=256)  # the plan of a point is wanted in several places

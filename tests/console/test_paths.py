@@ -25,6 +25,7 @@ def manifest(**changes: Any) -> Any:
             "calibration": {"text": {"files": ["a.txt", "/b.txt"]}, "samples": 4, "shards": 2},
             "methods": [{"method": "flat_llm", "layers": [0, 1]}, {"method": "lorc", "layers": "last:1"}],
             "evaluation": {"perplexity": {"text": {"files": ["c.txt"]}, "window": 8}},
+            "heal": {"text": {"files": ["d.txt"]}},
             **changes,
         }
     )
@@ -69,6 +70,7 @@ def test_a_base_that_is_visible(tmp_path: Path, package_folder: Path) -> None:
     assert settled.model.source == f"{submitted}/some/model"
     assert settled.calibration.text.files == (f"{submitted}/a.txt", "/b.txt")
     assert settled.evaluation.perplexity.text.files == (f"{submitted}/c.txt",)
+    assert settled.heal.text.files == (f"{submitted}/d.txt",)
     assert settled.methods == manifest().methods
     assert resolve_paths(manifest(model={"source": "org/name"}), submitted).model.source == "org/name"
 

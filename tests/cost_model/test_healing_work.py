@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from manifests.heal import step_windows
 from manifests.schema import Manifest
 from pipeline.cost_model.healing_work import HealingWork, healing_work
 from pipeline.cost_model.rates import GPUS
@@ -46,6 +47,9 @@ def test_a_70b_model() -> None:
     rounded = work(heal={"tokens": 10_000_000}, workers=gpus, quantize={"bits": 4})
     assert rounded is not None
     assert rounded.memory_bytes < planned.memory_bytes / 2
+    codes = work(heal={"tokens": 10_000_000, "what": "codes"}, workers=gpus, quantize={"bits": 4})
+    assert codes is not None
+    assert codes.memory_bytes > planned.memory_bytes, "dense weights beside the codes"
     nodes = planned.seconds(replace(h200, workers_per_node=4), 8)
     assert nodes["heal"] == pytest.approx(seconds["heal"] + planned.exchanged_bytes / h200.network)
 
@@ -56,3 +60,19 @@ def test_the_calibration_text_and_texts_of_unknown_length() -> None:
     planned = work(heal={})
     assert planned is not None
     assert planned.tokens == 256 * 4096
+
+
+@pytest.mark.parametrize(
+    ("windows", "length", "epochs", "processes", "expected"),
+    [
+        (82, 1024, 1, 1, 1),  # a short text: each window is a step
+        (82, 1024, 1, 2, 2),  # a window for each process
+        (600, 1024, 1, 1, 2),
+        (300, 1024, 4, 1, 4),
+        (5000, 1024, 1, 1, 4),  # 4096 tokens
+        (5000, 8192, 1, 1, 1),
+        (5000, 2048, 1, 8, 8),
+    ],
+)
+def test_windows_of_a_step(windows: int, length: int, epochs: int, processes: int, expected: int) -> None:
+    assert step_windows(windows, length, epochs, processes) == expected

@@ -58,5 +58,5 @@ def test_it_builds_without_a_warning(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     reference = (tmp_path / "api.html").read_text(encoding="utf-8")
-    assert 'id="pipeline.run.run_job"' in reference
+    assert 'id="pipeline.job.running.run_job"' in reference
     assert 'id="stores.backend.Storage.put_if_absent"' in reference

@@ -61,6 +61,8 @@ def test_a_form_trains_and_is_written_back(method: str, job: MakeJob) -> None:
     assert not any(name.endswith("indices") for name in changed)
 
 
+DENSE = {"calibration.propagate": "dense"}
+MLA_HEAL = {"epochs": 4, "learning_rate": 0.002}
 WHOLE: dict[str, Any] = {"methods": [], "budget": None}
 ROUNDED: dict[str, dict[str, Any]] = {
     "uniform": {"quantize": {"bits": 3}, **WHOLE},
@@ -79,6 +81,29 @@ def test_scales_and_levels_train_while_codes_stay(form: str, job: MakeJob) -> No
     assert any(name.endswith("weight_scale") for name in changed)
     assert any(name.endswith("weight_levels") for name in changed) == ("levels: normal" in made.manifest.read_text())
     assert not any(name.endswith(("weight_packed", "weight_shape")) for name in changed)
+    figures, held_out = made.compression()["healed"], made.ledger("held_out_score")
+    assert figures["before"] == pytest.approx(held_out["divergence"], rel=0.02)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("levels", ["uniform", "normal"])
+def test_a_rounded_head_stays_while_layers_heal(levels: str, job: MakeJob) -> None:
+    quantize = {"bits": 3, "levels": levels, "what": "all"}
+    made = job(quantize=quantize, heal={"epochs": 4, "learning_rate": 0.0005}, **WHOLE, **DENSE)
+    changed = healed(made)
+    assert any(name.endswith("weight_scale") for name in changed)
+    assert all(".layers." in name for name in changed)
+    record = made.compression()
+    assert any(name.startswith("lm_head.weight_packed") for name in record["tensors"])
+    assert record["healed"]["before"] == pytest.approx(made.ledger("held_out_score")["divergence"], rel=0.02)
+
+
+def test_a_checkpoint_of_another_class(job: MakeJob) -> None:
+    made = job(methods=[{"method": "mla", "cache_keep": 0.5}], budget=None, heal=MLA_HEAL, **DENSE)
+    changed = healed(made)
+    assert any("kv_b_proj" in name for name in changed)
+    assert any("norm" in name for name in changed)
+    assert all(".layers." in name for name in changed)
     figures, held_out = made.compression()["healed"], made.ledger("held_out_score")
     assert figures["before"] == pytest.approx(held_out["divergence"], rel=0.02)
 

@@ -46,11 +46,21 @@ def many_checkpoints() -> None:
     pipeline.job.healing.CHECKPOINT_S = 0.0
 
 
+JOBS: dict[str, dict[str, Any]] = {
+    "uniform": {"quantize": {"bits": 4, "levels": "uniform"}},
+    "normal": {"quantize": {"bits": 4, "levels": "normal"}},
+    "head": {"quantize": {"bits": 4, "levels": "uniform", "what": "all"}},
+    "head-normal": {"quantize": {"bits": 4, "levels": "normal", "what": "all"}},
+    "mla": {"methods": [{"method": "mla", "cache_keep": 0.5}], "budget": None, "calibration.propagate": "dense"},
+}
+
+
 @pytest.fixture(params=["uniform"])
 def solved(request: pytest.FixtureRequest, tmp_path: Path, text: Path) -> Job:
-    """Return a finished job of a model whose head is its embedding. The parameter: levels of its codes."""
-    source = factories.make_model(tmp_path / "source", num_hidden_layers=2, tie_word_embeddings=True)
-    made = Job(tmp_path / "job", source, text, {"quantize": {"bits": 4, "levels": request.param}})
+    """Return a finished job. The head of its model is its embedding, unless it is rounded."""
+    tied = "head" not in request.param
+    source = factories.make_model(tmp_path / "source", num_hidden_layers=2, tie_word_embeddings=tied)
+    made = Job(tmp_path / "job", source, text, JOBS[request.param])
     with without_ray():
         assert made.run().json
     made.keep()
@@ -108,7 +118,11 @@ def train_one(task: TrainingTask, rank: int, folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("solved", ["uniform", "normal"], indirect=True)
+@pytest.mark.parametrize(
+    "solved",
+    ["uniform", "normal", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("head", "head-normal", "mla"))],
+    indirect=True,
+)
 def test_two_processes_heal_as_one_does(solved: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def train_two(task: TrainingTask, journal: Journal) -> None:
         both = [CONTEXT.Process(target=train_one, args=(task, rank, tmp_path)) for rank in range(2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import random
 from typing import Any
@@ -158,3 +159,36 @@ def test_three_points_of_a_curve_calibrate_its_predictions() -> None:
     *calibrated, none, too_few = calibrated_losses(rows)
     assert (none, too_few) == (None, None)
     assert calibrated == pytest.approx([row["divergence"] for row in rows[:5]])
+
+
+def with_healed() -> dict[str, Any]:
+    """Return results with a healed point, and one that healing did not make better."""
+    found = results()
+    scores = {"perplexity": 1.9, "loss": 0.64, "loss_over_dense": 0.0625, "divergence": 0.0321, "damaged": False}
+    found["points"][0]["healed"] = {"best_step": 16, "steps": 16, **scores}
+    found["points"][1]["healed"] = {"best_step": 0, "steps": 16, **dict.fromkeys(scores)}
+    return found
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_healed_scores_stand_beside_those_of_the_solved_layers(width: int) -> None:
+    text = io.StringIO()
+    print_results(with_healed(), Console(file=text, width=width))
+    lines = text.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    first, second, third = lines[4:7]
+    assert ("0.0625" in first, "0.0321" in first, "2.3000" in first) == (True, True, True)
+    assert ("no gain" in second, "no gain" in third) == (True, False)
+    table = list(csv.DictReader(io.StringIO(as_csv(with_healed()))))
+    assert [line["healed_loss_over_dense"] for line in table[:3]] == ["0.0625", "", ""]
+    assert "healed" not in as_csv(results()).splitlines()[0]
+
+
+@pytest.mark.slow
+def test_healed_points_have_a_line_of_their_own() -> None:
+    plots, page = sweep_plots(with_healed()), render_sweep(with_healed())
+    assert "method-a, healed" in plots["perplexity-bytes"].svg
+    assert "Healed points are not compared in this." in plots["perplexity-bytes"].caption
+    assert "healed" not in sweep_plots(results())["perplexity-bytes"].svg
+    assert "healed divergence" in page
+    assert "no gain" in page

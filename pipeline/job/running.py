@@ -1,0 +1,67 @@
+"""Runs a job to its end, for the commands `run` and `heal`. Slow imports come only when the arguments are checked."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from typing import Any
+
+from manifests.importing import quick_imports
+from manifests.packages import prepare_process
+from manifests.schema import Manifest
+from pipeline.console.arguments import CONNECT_TIMEOUT_S, check_in_process
+from pipeline.console.signals import interrupt_on_signals
+
+
+def run_job(
+    manifest: Manifest,
+    *,
+    fresh: bool,
+    address: str | None,
+    stop: threading.Event,
+    quiet: bool = False,
+    connect_timeout_s: float = CONNECT_TIMEOUT_S,
+    in_process: bool = False,
+) -> dict[str, Any]:
+    """Run a job to its end, or resume an interrupted one. Return the summary.
+
+    Raises:
+        InputError: an input is wrong (exit 2); raised before any expensive work.
+        Interrupted: `stop` was set; the job can be resumed (exit 75).
+        LaminaError: the job failed; it can be resumed after a fix (exit 1).
+    """
+    if in_process:
+        check_in_process(address, manifest.workers.max)
+    prepare_process()  # for callers from Python
+    with quick_imports():
+        from pipeline.job import stages
+
+    with stages.open_job(manifest, fresh=fresh, stop=stop, quiet=quiet, in_process=in_process) as job:
+        return stages.run_to_end(job, address, connect_timeout_s)
+
+
+def run_and_print(arguments: Any, read: Callable[[Any], Manifest], fresh: bool = False) -> int:
+    """Run the job of a command's arguments, and print its summary. Return the exit code. Raises the errors of `read`
+    and of `run_job`."""
+    stop = threading.Event()
+    interrupt_on_signals(stop)
+    manifest = read(arguments)
+    with redirect_stdout(sys.stderr):  # Ray prints messages of its nodes, which must not mix with JSON
+        summary = run_job(
+            manifest,
+            fresh=fresh,
+            address=arguments.address,
+            stop=stop,
+            connect_timeout_s=arguments.connect_timeout,
+            in_process=arguments.in_process,
+        )
+    if arguments.json:
+        print(json.dumps(summary))
+    else:
+        from pipeline.reporting.summary import print_summary
+
+        print_summary(summary)
+    return 0
