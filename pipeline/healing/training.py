@@ -28,7 +28,10 @@ BETAS = (0.9, 0.95)
 EVALUATIONS = 8
 MOST_SKIPPED = 10  # steps whose gradient is not finite
 BEST = "best/"  # of the names of best tensors in a checkpoint
-BASE_RATE, BASE_WIDTH = 3e-5, 576  # measured on SmolLM2-135M; Adam's rate of a hidden matrix falls with 1 / width
+BASE_WIDTH = (
+    576  # of SmolLM2-135M, on which the rates were measured; Adam's rate of a hidden matrix falls with 1 / width
+)
+BASE_RATE, ROUNDED_RATE = 3e-5, 1e-4
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,11 @@ class Schedule:
         return order
 
 
-def default_rate(hidden: int) -> float:
+def default_rate(hidden: int, rounded: bool) -> float:
     """Return the rate of `learning_rate: auto`: that of a width that was measured, by the rule of maximal update
-    parametrisation (arXiv 2203.03466, table 8: Adam's rate of hidden matrices is proportional to 1 / width)."""
-    return BASE_RATE * BASE_WIDTH / hidden
+    parametrisation (arXiv 2203.03466, table 8: Adam's rate of hidden matrices is proportional to 1 / width). `rounded`:
+    scales train in place of matrices, few numbers, whose noise adds up to less."""
+    return (ROUNDED_RATE if rounded else BASE_RATE) * BASE_WIDTH / hidden
 
 
 @dataclass

@@ -248,7 +248,7 @@ def _trained(
     settings, tokens, workers = healing.settings, healing.tokens, _process_resources(job)
     held_out, unscored = len(tokens.held_out), max(1, len(tokens.prefix))
     sizes = TextSizes(len(tokens.trained), held_out, tokens.trained.shape[1], unscored)
-    asked = settings.learning_rate
+    asked, rounded = settings.learning_rate, job.manifest.quantize is not None
     processes = 1 if job.in_process else _processes(job)
     begun = _begun(job, healing)
     schedule = Schedule(
@@ -257,7 +257,7 @@ def _trained(
         if begun and begun.per_step
         else step_windows(sizes.trained, sizes.length, settings.epochs, processes),
         epochs=settings.epochs,
-        peak=default_rate(job.inputs.geometry.hidden) if asked == "auto" else asked,
+        peak=default_rate(job.inputs.geometry.hidden, rounded) if asked == "auto" else asked,
         seed=job.manifest.seed,
     )
     with _student_folder(job) as (folder, compression):
