@@ -54,7 +54,7 @@ def test_the_commands_of_the_table(job: type[Job], tmp_path: Path, text: Path, l
         running.kill()
     assert output in _run(tmp_path, "status", RUN_DIR=run_dir)
     _run(tmp_path, "verify", OUTPUT=output, DIR=str(llama))
-    assert "heal step 1 of 1" in _run(tmp_path, "heal", RUN_DIR=run_dir)
+    assert re.search(r"heal step (\d+) of \1:", _run(tmp_path, "heal", RUN_DIR=run_dir))
     assert "perplexity" in _run(tmp_path, "evaluate", "--window", WINDOW, MODEL=output, FILE=str(text))
     dense = str(tmp_path / "dense")
     assert "times the compressed checkpoint's" in _run(tmp_path, "export", OUTPUT=output, DEST=dense)
