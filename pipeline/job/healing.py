@@ -251,11 +251,10 @@ def _trained(
     asked, rounded = settings.learning_rate, job.manifest.quantize is not None
     processes = 1 if job.in_process else _processes(job)
     begun = _begun(job, healing)
+    per_step = step_windows(sizes.trained, sizes.length, settings.epochs, processes)
     schedule = Schedule(
         windows=sizes.trained,
-        per_step=begun.per_step
-        if begun and begun.per_step
-        else step_windows(sizes.trained, sizes.length, settings.epochs, processes),
+        per_step=begun.per_step or per_step if begun else per_step,
         epochs=settings.epochs,
         peak=default_rate(job.inputs.geometry.hidden, rounded) if asked == "auto" else asked,
         seed=job.manifest.seed,
