@@ -93,12 +93,11 @@ def healing_work(manifest: Manifest, geometry: Geometry, share: float, itemsize:
     written = numbers - whole
     rounding, trained = manifest.quantize, written
     memory = whole * MASTER_BYTES
-    if rounding is not None:  # scales train, and codes stay; rows are multiplied out while a layer computes
+    if rounding is not None:  # rows are multiplied out while a layer computes
         trained = written if heal.what == "codes" else written // (rounding.group or LONG_GROUP)
         bits = 8 if rounding.bits == "auto" else rounding.bits
-        memory += (
-            MASTER_BYTES * geometry.hidden * geometry.vocab if "head" in rounding.outer_roles else 0
-        )  # the dense one
+        if "head" in rounding.outer_roles:  # the dense head, beside the rounded one
+            memory += MASTER_BYTES * geometry.hidden * geometry.vocab
         memory += written * bits // 8 // processes + MULTIPLIED_OUT * (written // layers if twice else written)
     memory += trained // processes * (MASTER_BYTES + STATE_BYTES)
     memory += 0 if manifest.workers.gpus else trained // processes * (MASTER_BYTES + itemsize)  # else on the host

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lamina.levels_lamina import LEVELS, PACKED, SCALE, WORD_BITS, TableLinear, scaled_levels
 from pipeline.healing.processes import local, whole
+from pipeline.kernels.levels import borders, uniform_levels
 from pipeline.kernels.packing import pack
 
 LATENT = "latent"
@@ -43,10 +44,11 @@ class TrainedTable(TableLinear):
             even: the levels are whole numbers, and stay.
             codes: they train.
         """
-        with next(itertools.chain(linear.parameters(), linear.buffers())).device:
+        device = next(itertools.chain(linear.parameters(), linear.buffers())).device
+        with device:
             super().__init__(linear, bits, group)
-            if even:
-                self.weight_levels = torch.arange(2**bits, dtype=torch.float32) - 2 ** (bits - 1)
+        if even:
+            self.weight_levels = uniform_levels(bits, torch.float32, device)
         for name in (PACKED, SCALE) if even else (PACKED, SCALE, LEVELS):
             stored: Tensor = getattr(linear, name, getattr(self, name)).detach()
             delattr(self, name)
@@ -60,7 +62,7 @@ class TrainedTable(TableLinear):
         if not hasattr(self, LATENT):
             return super().rows(select)
         scale_OS1 = self.weight_scale[select][..., None]
-        latent_OSg = self.latent[select].unflatten(1, (scale_OS1.shape[1], -1)) / scale_OS1
+        latent_OSg = _in_scales(self.latent[select], scale_OS1)
         level_OSg = self.weight_levels[_nearest(latent_OSg, self.weight_levels)]
         weight_OI: Tensor = (scale_OS1 * (level_OSg + (latent_OSg - latent_OSg.detach()))).flatten(1)
         return weight_OI
@@ -69,8 +71,7 @@ class TrainedTable(TableLinear):
         """Enter the codes of the latent weight, and return them (O, W). All processes call it at the same time."""
         with torch.no_grad():
             scale_OS1, levels_n = local(self.weight_scale)[..., None], whole(self.weight_levels)
-            latent_OSg = local(self.latent).unflatten(1, (scale_OS1.shape[1], -1)) / scale_OS1
-            codes_OI = _nearest(latent_OSg, levels_n).flatten(1) - len(levels_n) // 2
+            codes_OI = _nearest(_in_scales(local(self.latent), scale_OS1), levels_n).flatten(1) - len(levels_n) // 2
             local(self.weight_packed).copy_(pack(codes_OI, (len(levels_n) - 1).bit_length()))
         return self.weight_packed.detach()
 
@@ -80,10 +81,14 @@ def even_codes(model: nn.Module) -> dict[str, tuple[int, int | None]]:
     even = {}
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear) and hasattr(module, PACKED):
-            words, scales = getattr(module, PACKED).shape[1], getattr(module, SCALE).shape[1]
-            group = module.in_features // scales if scales > 1 else None
-            even[path] = (words * WORD_BITS // module.in_features, group)
+            even[path] = even_scheme(module, module.in_features)
     return even
+
+
+def even_scheme(module: nn.Module, columns: int) -> tuple[int, int | None]:
+    """Return (bits, columns that share a scale; None: all) of a module that compressed-tensors has loaded."""
+    words, scales = getattr(module, PACKED).shape[1], getattr(module, SCALE).shape[1]
+    return words * WORD_BITS // columns, columns // scales if scales > 1 else None
 
 
 def train_rounded(model: nn.Module, even: Even, trained: Container[str]) -> None:
@@ -102,9 +107,15 @@ def train_rounded(model: nn.Module, even: Even, trained: Container[str]) -> None
         model.set_submodule(path, TrainedTable(model.get_submodule(path), bits, group, is_even, codes))
 
 
+def _in_scales(weight_OI: Tensor, scale_OS1: Tensor) -> Tensor:
+    """Return weights (O, S, g) in units of their scales."""
+    groups_OSg: Tensor = weight_OI.unflatten(1, (scale_OS1.shape[1], -1))
+    return groups_OSg / scale_OS1
+
+
 def _nearest(values: Tensor, levels_n: Tensor) -> Tensor:
     """Return the number of the level that is nearest to each value."""
     with torch.no_grad():
         ascending_n, order_n = levels_n.sort()
-        nearest: Tensor = order_n[torch.bucketize(values, (ascending_n[1:] + ascending_n[:-1]) / 2)]
+        nearest: Tensor = order_n[torch.bucketize(values, borders(ascending_n))]
         return nearest

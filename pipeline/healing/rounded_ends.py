@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from lamina.embedding_lamina import Embedding, ScaledEmbedding
-from lamina.levels_lamina import BLOCK_NUMBERS, PACKED, SCALE, WORD_BITS, TableEmbedding, TableLinear
+from lamina.levels_lamina import BLOCK_NUMBERS, PACKED, SCALE, TableEmbedding, TableLinear
+from pipeline.healing.rounded import even_scheme
+from pipeline.kernels.levels import uniform_levels
 
 
 def multiply_out(model: nn.Module, ends: tuple[nn.Module, ...]) -> None:
@@ -27,10 +29,9 @@ def multiply_out(model: nn.Module, ends: tuple[nn.Module, ...]) -> None:
 def _even_embedding(embedding: Any) -> TableEmbedding:
     """Return embeddings whose codes of even steps compressed-tensors has loaded as ones with a table of levels."""
     packed, scale = getattr(embedding, PACKED).detach(), getattr(embedding, SCALE).detach()
-    columns, scales = embedding.embedding_dim, scale.shape[1]
-    bits = packed.shape[1] * WORD_BITS // columns
-    table = TableEmbedding(embedding, bits, columns // scales if scales > 1 else None)
-    table.weight_levels = torch.arange(2**bits, dtype=torch.float32) - 2 ** (bits - 1)
+    bits, group = even_scheme(embedding, embedding.embedding_dim)
+    table = TableEmbedding(embedding, bits, group)
+    table.weight_levels = uniform_levels(bits, torch.float32, packed.device)
     table.weight_packed, table.weight_scale = packed, scale
     return table
 

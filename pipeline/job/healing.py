@@ -281,26 +281,29 @@ def _trained(
             f"{schedule.peak:.3g}, processes: {processes}"
         )
         entry = _checkpoint_at_the_end(job, task, processes)
-        best = entry.curve.best
-        layers, trained = _staged(job, folder, entry.folder, names) if best else ({}, ())
-    curve = entry.curve
-    figures = {
-        "text": list(tokens.names),
+        layers, trained = _staged(job, folder, entry.folder, names) if entry.curve.best else ({}, ())
+    return _figures(healing, task, entry, numbers, processes), layers, trained
+
+
+def _figures(healing: Healing, task: TrainingTask, entry: HealingEntry, numbers: int, processes: int) -> dict[str, Any]:
+    """Return the figures of a finished training. `numbers`: how many were trained."""
+    curve, sizes, settings = entry.curve, task.sizes, healing.settings
+    return {
+        "text": list(healing.tokens.names),
         "tokens": sizes.tokens,
         "epochs": settings.epochs,
-        "steps": schedule.steps,
-        "learning_rate": schedule.peak,
+        "steps": task.schedule.steps,
+        "learning_rate": task.schedule.peak,
         "what": settings.what,
         "numbers": numbers,
         "processes": processes,
         "held_out_tokens": sizes.held_out_tokens,
         "before": curve.divergences[0],
         "after": min(curve.divergences),
-        "best_step": best,
+        "best_step": curve.best,
         "skipped": curve.skipped,
         "curve": [list(point) for point in zip(curve.steps, curve.divergences, strict=True)],
     }
-    return figures, layers, trained
 
 
 def _begun(job: JobContext, healing: Healing) -> HealingEntry | None:

@@ -20,7 +20,7 @@ from pipeline.job.healing import healed_job, train_layers
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.held_out import score_held_out
 from pipeline.job.worker_session import JobWorkers, StoreCleaner, assemble_output, job_workers
-from pipeline.sweeping.point_solving import COMPRESSED, forget_work, score_dense, workers_of
+from pipeline.sweeping.point_solving import COMPRESSED, forget_work, said_scores, score_dense, workers_of
 from pipeline.sweeping.point_tasks import PointTasks
 from pipeline.sweeping.points import SweptPoint
 from pipeline.sweeping.sweep_context import SweepContext
@@ -91,9 +91,5 @@ def _line(label: str, record: HealedPoint) -> str:
     """Return a line for the log with the losses of a healed point."""
     if not record.figures["best_step"]:
         return f"{label}: no step was better than the solved layers, which stay"
-    parts = [f"best after step {record.figures['best_step']}"]
-    if record.loss is not None:
-        parts.append(f"loss {record.loss:.4f}")
-    if record.held_out:
-        parts.append(f"divergence {record.held_out.divergence:.3g}")
+    parts = [f"best after step {record.figures['best_step']}", *said_scores(record)]
     return f"{label}, healed: {', '.join(parts)}"

@@ -14,7 +14,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from manifests.entries import PointEntry, TokensEntry
+from manifests.entries import HealedPoint, PointEntry, TokensEntry
 from manifests.errors import CorruptError
 from manifests.records import ArrayRecord
 from pipeline.checkpoint.compression_record import SEAL
@@ -207,9 +207,11 @@ def _compress_and_score(
 def _result_line(label: str, entry: PointEntry) -> str:
     """Return a line for the log with the size, the losses and the seconds of a point."""
     sizes = entry.counts["bytes"]
-    parts = [f"{sizes['compressed'] / sizes['dense']:.2%} of the bytes"]
-    if entry.loss is not None:
-        parts.append(f"loss {entry.loss:.4f}")
-    if entry.held_out:
-        parts.append(f"divergence {entry.held_out.divergence:.3g}")
+    parts = [f"{sizes['compressed'] / sizes['dense']:.2%} of the bytes", *said_scores(entry)]
     return f"{label}: {', '.join(parts)} ({entry.seconds:.1f} s)"
+
+
+def said_scores(entry: PointEntry | HealedPoint) -> list[str]:
+    """Return the loss and the divergence for a line of the log, if they were measured."""
+    parts = [] if entry.loss is None else [f"loss {entry.loss:.4f}"]
+    return [*parts, f"divergence {entry.held_out.divergence:.3g}"] if entry.held_out else parts
