@@ -241,8 +241,9 @@ def _advice(item: Mapping[str, Any]) -> str:
     """Return which fields of a row hold text or conversations."""
     texts = [name for name, value in item.items() if isinstance(value, str)]
     chats = [name for name, value in item.items() if is_chat(value)]
-    advice = [f"set `field` to one of {', '.join(map(repr, texts))}"] if texts else []
-    advice += [f"set `messages` to one of {', '.join(map(repr, chats))}, which hold conversations"] if chats else []
+    several = " or to a list of them" if len(texts) > 1 else ""
+    advice = [f"set `field` (init: --field) to one of {', '.join(map(repr, texts))}{several}"] if texts else []
+    advice += [f"set `messages` (init: --messages) to one of {', '.join(map(repr, chats))}, which hold conversations"] if chats else []
     return ", or ".join(advice) or f"none of its fields is text: {', '.join(map(repr, item))}"
 
 

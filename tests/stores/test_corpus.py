@@ -170,7 +170,7 @@ def test_dataset(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", [{"text": text} for text in DOCUMENTS])
     assert list(read_documents(Text(dataset=str(tmp_path)))) == DOCUMENTS
     for text, message in (
-        (Text(dataset=str(tmp_path), field="x"), "no field 'x'; set `field` to one of 'text'"),
+        (Text(dataset=str(tmp_path), field="x"), "no field 'x'; set `field` .init: --field. to one of 'text'"),
         (Text(dataset=str(tmp_path), split="nope"), "split nope: cannot be loaded"),
         (Text(dataset=str(tmp_path / "none")), "cannot be loaded"),
     ):

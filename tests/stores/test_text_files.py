@@ -63,7 +63,7 @@ def test_a_missing_field_is_named_with_those_that_are_there(kind: str, tmp_path:
     KINDS[kind](path)
     if kind == ".json":
         path.write_text(json.dumps([{"text": document} for document in DOCUMENTS]))
-    with pytest.raises(InputError, match=r"no field 'body'; set `field` to one of .*'text'"):
+    with pytest.raises(InputError, match=r"no field 'body'; set `field` .init: --field. to one of .*'text'"):
         documents(path, field="body")
 
 
@@ -166,12 +166,12 @@ def test_conversations_without_a_template_are_named(kind: str, tmp_path: Path) -
     path = write_rows(tmp_path / f"a{kind}", [{"messages": CHAT}] * 3)
     with pytest.raises(InputError, match=r"field 'messages' holds conversations, but the tokenizer has no chat templ"):
         documents(path)
-    with pytest.raises(InputError, match=r"field 'messages' is a chat, .*; set `messages` to one of 'messages', which"):
+    with pytest.raises(InputError, match=r"field 'messages' is a chat, .*; set `messages` .*to one of 'messages', which"):
         documents(path, field="messages")
     both = write_rows(tmp_path / f"b{kind}", [{"id": 1, "prompt": "Hello", "first": CHAT, "second": CHAT}])
     with pytest.raises(InputError, match=r"conversations in 'first', 'second'; set `messages` to one of them"):
         documents(both)
-    with pytest.raises(InputError, match=r"no field 'x'; set `field` to one of 'prompt', or set `messages` to one of"):
+    with pytest.raises(InputError, match=r"no field 'x'; set `field` .init: --field. to one of 'prompt', or set `messages` .init: --messages. to one of"):
         documents(both, field="x")
 
 
