@@ -247,7 +247,8 @@ class HealingCurve(Record):
 class HealingEntry(Record):
     """A healing in progress: its digest, and the folder of its last checkpoint in RUN_DIR.
 
-    `per_step`: windows of a step, which stay when other processes go on; None: of a version with one process.
+    `per_step`: windows of a step. `peak`: the largest learning rate. Both stay when other processes go on, or a version
+    with other defaults; None: of a version that did not enter them.
     """
 
     of: Sha256
@@ -255,6 +256,7 @@ class HealingEntry(Record):
     folder: str
     curve: HealingCurve
     per_step: NonNegativeInt | None = None
+    peak: float | None = None
 
 
 class HealedEntry(Record):

@@ -153,6 +153,7 @@ class _Process:
                     folder=folder,
                     curve=progress.curve,
                     per_step=self.task.schedule.per_step,
+                    peak=self.task.schedule.peak,
                 )
             )
 

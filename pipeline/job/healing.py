@@ -250,15 +250,15 @@ def _trained(
     sizes = TextSizes(len(tokens.trained), held_out, tokens.trained.shape[1], unscored)
     asked, rounded = settings.learning_rate, job.manifest.quantize is not None
     processes = 1 if job.in_process else _processes(job)
-    begun = _begun(job, healing)
-    per_step = step_windows(sizes.trained, sizes.length, settings.epochs, processes)
     schedule = Schedule(
         windows=sizes.trained,
-        per_step=begun.per_step or per_step if begun else per_step,
+        per_step=step_windows(sizes.trained, sizes.length, settings.epochs, processes),
         epochs=settings.epochs,
         peak=default_rate(job.inputs.geometry.hidden, rounded) if asked == "auto" else asked,
         seed=job.manifest.seed,
     )
+    if begun := _begun(job, healing):
+        schedule = replace(schedule, per_step=begun.per_step or schedule.per_step, peak=begun.peak or schedule.peak)
     with _student_folder(job) as (folder, compression):
         names = trained_tensors(job, compression, settings)
         numbers = sum(math.prod(compression["tensors"][name]["shape"]) for name in names)

@@ -152,6 +152,21 @@ def test_an_interrupted_healing_resumes_with_the_same_bytes(
     assert said.startswith("healed") or not [*healed.run_dir.glob("student-*")]
 
 
+def test_a_healing_that_has_begun_keeps_its_rate(healed: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    healed.put_back()
+    monkeypatch.setattr(pipeline.job.healing, "CHECKPOINT_S", 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(*_dying(Training, "_step", 3))
+        begun = command("heal", str(healed.run_dir), "--set", "heal.epochs=2")
+    assert begun.code == 75
+    monkeypatch.setattr(pipeline.healing.training, "BASE_RATE", 1.0)
+    ended = command("heal", str(healed.run_dir), "--set", "heal.epochs=2")
+    assert ended.code == 0, ended.err
+    assert "resuming behind step 2 of 4" in ended.err
+    first, second = (each.err.partition("learning rate ")[2].partition(",")[0] for each in (begun, ended))
+    assert float(first) == float(second) < 0.01
+
+
 def test_damaged_rows_of_the_teacher_are_computed_again(healed: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     digests = file_digests(healed.output)
     healed.put_back()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,9 @@ import pipeline.healing.training_process
 import pipeline.job.healing
 from manifests.entries import HealingEntry
 from pipeline.healing.training_process import Journal, TrainingTask, train
-from tests import factories
+from stores.bucket import Bucket
+from stores.disk import Disk
+from tests import buckets, factories
 from tests.end_to_end.children import CONTEXT, Child, end_group
 from tests.end_to_end.clusters import head_node, loopback, private_node
 from tests.end_to_end.jobs import Job, command, file_digests, read_tensors, without_ray
@@ -213,3 +217,63 @@ def test_a_process_on_each_of_two_nodes(solved: Job) -> None:
         said = ended(heal(solved, "--address", address, prepare=on_loopback))
     assert "processes: 2" in said
     assert file_digests(solved.output) == digests
+
+
+@pytest.mark.nightly
+@pytest.mark.ray
+def test_a_sweep_killed_in_a_training_goes_on(tmp_path: Path, text: Path) -> None:
+    source = factories.make_model(tmp_path / "source", num_hidden_layers=2)
+    whole, killed = (Swept(Job(tmp_path / name, source, text, {"calibration.propagate": "dense"})) for name in "ab")
+    ended(whole.start(small_steps))
+    child = killed.start(many_checkpoints)
+    wait_for_line(child, "heal step 6 of 16")
+    child.kill()
+    end_group(child.pid)
+    assert child.process.exitcode == -signal.SIGKILL
+    said = ended(killed.start(many_checkpoints))
+    assert "resuming behind step" in said
+    assert "score teacher" not in said
+    assert killed.digests() == whole.digests()
+
+
+@dataclass
+class Swept:
+    """A sweep of one saved point that heals."""
+
+    job: Job
+
+    def start(self, prepare: Callable[[], None]) -> Child:
+        document = self.job.document()
+        del document["budget"], document["methods"]
+        point = {"methods": [{"method": "flat_llm"}], "save": "all"}
+        document |= {"heal": {"epochs": 8, "learning_rate": 0.003}, "keep": [0.7], "points": [point]}
+        document["workers"]["max"] = 2
+        path = self.job.root / "sweep.yaml"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(document))
+        return Child("sweep", [str(path)], self.job.root / "log", None, False, prepare)
+
+    def digests(self) -> dict[str, str]:
+        """Return the digests of the point's files, without its manifest, which names folders."""
+        found = file_digests(self.job.output / "flat_llm-0.7")
+        return {name: digest for name, digest in found.items() if name.endswith(".safetensors")}
+
+
+@pytest.mark.nightly
+@pytest.mark.ray
+def test_a_job_in_a_bucket_killed_in_a_training_goes_on(tmp_path: Path, text: Path, s3_bucket: str) -> None:
+    source = factories.make_model(tmp_path / "source", num_hidden_layers=2)
+    buckets.put_inputs(s3_bucket, source, text)
+    heals = {"heal": {"epochs": 8, "learning_rate": 0.003}, "workers.max": 2}
+    local, remote = (Job(tmp_path / name, source, text, heals).write() for name in ("local", "remote"))
+    remote.changes = {**heals, **buckets.job_places(s3_bucket)}
+    ended(Child("run", [str(local.manifest)], local.root / "log", None, False, small_steps))
+    start = partial(Child, "run", [str(remote.write().manifest)], remote.root / "log", None, False, many_checkpoints)
+    child = start()
+    wait_for_line(child, "heal step 6 of 16")
+    child.kill()
+    end_group(child.pid)
+    assert child.process.exitcode == -signal.SIGKILL
+    said = ended(start())
+    assert "resuming behind step" in said
+    assert buckets.digests(Bucket(f"{s3_bucket}/output")) == buckets.digests(Disk(local.output))
