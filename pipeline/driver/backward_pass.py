@@ -17,7 +17,7 @@ from manifests.records import ArrayRecord, GradientRecord
 from pipeline.driver.in_flight import LayersInFlight
 from pipeline.driver.ledger_keys import dense_key, gradient_key
 from pipeline.driver.reduction import PassResult, Reductions
-from pipeline.driver.scheduler import TaskStream
+from pipeline.driver.scheduler import Coroutine
 from pipeline.driver.session import Session
 from pipeline.methods.method import Moment
 from pipeline.methods.registry import layer_gradients
@@ -34,7 +34,7 @@ class GradientPass:
         self.statistics: dict[str, ArrayRecord] = {}  # of the parts of a layer that are done, `parts` of them
         self.parts = 0
 
-    def run(self) -> TaskStream[None]:
+    def run(self) -> Coroutine[None]:
         """Run the pass, from the last committed gradients."""
         pending = self._pending()
         if not pending:
@@ -57,7 +57,7 @@ class GradientPass:
         yield from in_flight.finish()
         self.session.cleaner.retain_activations(())
 
-    def _enter(self, first: int, layer: int, result: PassResult) -> TaskStream[Sequence[ArrayRecord] | None]:
+    def _enter(self, first: int, layer: int, result: PassResult) -> Coroutine[Sequence[ArrayRecord] | None]:
         """Enter one layer of the pass, which ends at layer `first`, when its first part is done. Return the stored
         hidden states that the rest of the pass still needs, or None if none can be dropped."""
         self.statistics |= yield from self.reductions.stored(result)

@@ -21,7 +21,7 @@ from manifests.records import ArrayRecord, RefinedFigures, StagedLayer, StagedRe
 from pipeline.driver.job_spec import RanksOf, staged_layer
 from pipeline.driver.ledger_keys import activations_key
 from pipeline.driver.reduction import Reductions
-from pipeline.driver.scheduler import TaskStream
+from pipeline.driver.scheduler import Coroutine
 from pipeline.driver.session import Session, write_unit
 from pipeline.driver.stored_statistics import StoredStatistics
 from pipeline.methods.method import Moment, Task
@@ -42,7 +42,7 @@ class CorrectedWalk:
         self.stored = stored
         self.reductions = Reductions(session)
 
-    def run(self, ranks: RanksOf) -> TaskStream[None]:
+    def run(self, ranks: RanksOf) -> Coroutine[None]:
         """Run the walk, from the last committed hidden states."""
         pending = self.session.uncompressed()
         if not pending:
@@ -61,7 +61,7 @@ class CorrectedWalk:
             elif targets:
                 self.session.cleaner.drop_activations(targets)
 
-    def _solve(self, layer: int, base: int, ranks: RanksOf) -> TaskStream[Targets]:
+    def _solve(self, layer: int, base: int, ranks: RanksOf) -> Coroutine[Targets]:
         """Solve, train and enter a layer. Return the targets of its training, which the caller has to drop."""
         tasks = [task for task in self.job.tasks if task.layer == layer]
         solved: Solved = {}
@@ -93,7 +93,7 @@ class CorrectedWalk:
         pairs: Mapping[Task, Mapping[Moment, Summed]],
         ranks: RanksOf,
         solved: Solved,
-    ) -> TaskStream[StagedLayer | None]:
+    ) -> Coroutine[StagedLayer | None]:
         """Solve some groups, add them to `solved`, and write a draft of the layer with all groups solved so far.
         Return None if there are no groups."""
         if not tasks:
@@ -122,7 +122,7 @@ class CorrectedWalk:
 
     def _refine(
         self, layer: int, draft: StagedLayer, targets: Targets, solved: Solved
-    ) -> TaskStream[tuple[StagedLayer, RefinedFigures]]:
+    ) -> Coroutine[tuple[StagedLayer, RefinedFigures]]:
         """Train the groups of a draft with `refine`, and replace them in `solved`. Return the refined layer, already
         written, and the figures of the training."""
         tasks = [task for task in solved if task.refine]
@@ -159,7 +159,7 @@ class CorrectedWalk:
         layers = (staged_layer(self.session.journal, layer) for layer in range(self.job.num_layers))
         self.session.cleaner.retain_staged((*(staged for staged in layers if staged), *besides))
 
-    def _propagate(self, layer: int, base: int, targets: Targets) -> TaskStream[int]:
+    def _propagate(self, layer: int, base: int, targets: Targets) -> Coroutine[int]:
         """Run all shards of both models through a layer, and commit the outputs at a boundary. Return the last layer
         with committed inputs. `targets`: those of the layer's training, if it was just trained; they hold the dense
         layer's outputs."""

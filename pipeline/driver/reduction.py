@@ -16,7 +16,7 @@ from typing import Any
 
 from manifests.errors import LostInputError
 from manifests.records import ArrayRecord
-from pipeline.driver.scheduler import UNTIL_WANTED, Reached, Task, TaskStream, batch
+from pipeline.driver.scheduler import UNTIL_WANTED, Coroutine, Fiber, Reached, batch
 from pipeline.driver.session import Session
 from pipeline.methods.method import Moment
 from pipeline.units.sums import (
@@ -80,13 +80,13 @@ class PassResult:
     Attributes:
         done: the results of the units, without samples of values, which would stay in memory during the next pass.
         samples: key -> record of stored samples.
-        reduction: the task that adds and stores the moments, and returns their records by key; None without moments.
+        reduction: the fiber that adds and stores the moments, and returns their records by key; None without moments.
         groups: the groups of the reduction, filled when it reaches `COLLECTED`.
     """
 
     done: list[ShardDone]
     samples: Mapping[str, ArrayRecord]
-    reduction: Task[dict[str, ArrayRecord]] | None = None
+    reduction: Fiber[dict[str, ArrayRecord]] | None = None
     groups: list[_Group] = field(default_factory=list)
 
 
@@ -96,7 +96,7 @@ class Reductions:
     def __init__(self, session: Session) -> None:
         self.session = session
 
-    def choose(self, moments: Sequence[Moment], units: Sequence[Summable]) -> Task[Grids]:
+    def choose(self, moments: Sequence[Moment], units: Sequence[Summable]) -> Fiber[Grids]:
         """Start to choose the grids for the sums of these units; none if there is nothing to sum."""
         values = tuple(moment for moment in moments if moment.kind in SUMMED)
         choosing = [ChooseGrids(replace(units[0], moments=values))] if values else []
@@ -104,7 +104,7 @@ class Reductions:
 
     def run(
         self, moments: Sequence[Moment], units: Sequence[Summable], store: bool = True, grids: Grids | None = None
-    ) -> TaskStream[PassResult]:
+    ) -> Coroutine[PassResult]:
         """Run the units of all shards, and start to reduce their sums. `grids`: the grids, if already chosen."""
         samples = tuple(moment for moment in moments if moment.kind == "sample")
         grids = (yield self.choose(moments, units)) if grids is None else grids
@@ -122,18 +122,18 @@ class Reductions:
         records = yield from self._samples(samples, without_sums, done)
         return PassResult(_stripped(done), records, reduction, groups)
 
-    def collected(self, result: PassResult) -> TaskStream[None]:
+    def collected(self, result: PassResult) -> Coroutine[None]:
         """Wait until the sums of a pass have left the workers and are within their grids."""
         if result.reduction:
             yield result.reduction.stage(COLLECTED)
 
-    def summed(self, result: PassResult) -> TaskStream[dict[str, Summed]]:
+    def summed(self, result: PassResult) -> Coroutine[dict[str, Summed]]:
         """Wait for the moments over all shards, by key, before they are stored."""
         if result.reduction:
             yield result.reduction.stage(ADDED)
         return {moment.key: summed for group in result.groups for moment, summed in group.summed.items()}
 
-    def stored(self, result: PassResult) -> TaskStream[dict[str, ArrayRecord]]:
+    def stored(self, result: PassResult) -> Coroutine[dict[str, ArrayRecord]]:
         """Wait for the records of the stored moments over all shards, by key. Lost results are recomputed."""
         moments = (yield result.reduction) if result.reduction else {}
         return {**result.samples, **moments}
@@ -142,8 +142,8 @@ class Reductions:
 
     def _reduce(
         self, units: Sequence[Summable], workers: Sequence[str], grids: Grids, store: bool, groups: list[_Group]
-    ) -> TaskStream[dict[str, ArrayRecord]]:
-        """Collect, check, add and store the moments. Lost shards are run again once the main stream waits."""
+    ) -> Coroutine[dict[str, ArrayRecord]]:
+        """Collect, check, add and store the moments. Lost shards are run again once the main fiber waits."""
         cut = max(1, self.session.pool.size)
         parts = yield from self._collected_once(units, workers, cut)
         if missing := _missing(units, parts):
@@ -153,15 +153,15 @@ class Reductions:
         del parts
         yield Reached(COLLECTED)
         finishing = [self.session.scheduler.spawn(self._finish(group, store)) for group in groups]
-        for task in finishing:
-            yield task.stage(ADDED)
+        for fiber in finishing:
+            yield fiber.stage(ADDED)
         yield Reached(ADDED)
         records: dict[str, ArrayRecord] = {}
-        for task in finishing:
-            records |= yield task
+        for fiber in finishing:
+            records |= yield fiber
         return records
 
-    def _within_grids(self, units: Sequence[Summable], grids: Grids, parts: list[_Part]) -> TaskStream[list[_Group]]:
+    def _within_grids(self, units: Sequence[Summable], grids: Grids, parts: list[_Part]) -> Coroutine[list[_Group]]:
         """Check sums against their grids. Moments that exceed theirs are summed again, on their own, with wider
         grids."""
         try:
@@ -181,7 +181,7 @@ class Reductions:
             groups += yield from self._within_grids(units, wider, (yield from self._collected(units, _workers(done))))
         return groups
 
-    def _finish(self, group: _Group, store: bool) -> TaskStream[dict[str, ArrayRecord]]:
+    def _finish(self, group: _Group, store: bool) -> Coroutine[dict[str, ArrayRecord]]:
         """Add and store the moments of a group."""
         first = group.units[0]
         while True:
@@ -196,7 +196,7 @@ class Reductions:
                 lost = not group.added.isdisjoint(error.producers)
                 group.parts = yield from self._replaced(group.units, group.grids, group.parts, error, lost)
 
-    def _add(self, group: _Group) -> TaskStream[None]:
+    def _add(self, group: _Group) -> Coroutine[None]:
         """Add the sums of all workers, within each node first."""
         nodes: dict[str, list[_Part]] = {}
         for part in group.parts:
@@ -211,7 +211,7 @@ class Reductions:
         group.parts = []
         group.summed = {moment: Summed(grid, whole[""][moment], tokens[moment]) for moment, grid in group.grids.items()}
 
-    def _add_each(self, group: _Group, nodes: Mapping[str, list[_Part]]) -> TaskStream[dict[str, Parts]]:
+    def _add_each(self, group: _Group, nodes: Mapping[str, list[_Part]]) -> Coroutine[dict[str, Parts]]:
         """Add the sums of each node, part by part. A single sum is returned unchanged."""
         lineage, layer = group.units[0].lineage, group.units[0].layer
         adds = [
@@ -231,7 +231,7 @@ class Reductions:
 
     def _replaced(
         self, units: Sequence[Summable], grids: Grids, parts: list[_Part], error: LostInputError, known: bool = False
-    ) -> TaskStream[list[_Part]]:
+    ) -> Coroutine[list[_Part]]:
         """Return the parts, with lost ones summed again.
 
         Raises the error if it names none of them, unless the loss is `known` and repaired elsewhere.
@@ -244,7 +244,7 @@ class Reductions:
             remaining += yield from self._rerun(missing, grids, remaining[0].cut if remaining else None)
         return remaining
 
-    def _rerun(self, units: Sequence[Summable], grids: Grids, cut: int | None) -> TaskStream[list[_Part]]:
+    def _rerun(self, units: Sequence[Summable], grids: Grids, cut: int | None) -> Coroutine[list[_Part]]:
         """Run some shards again for their sums only, and collect these."""
         units = _for_sums_only(units, grids)
         done = yield units
@@ -253,7 +253,7 @@ class Reductions:
 
     def _collected(
         self, units: Sequence[Summable], workers: Sequence[str], cut: int | None = None
-    ) -> TaskStream[list[_Part]]:
+    ) -> Coroutine[list[_Part]]:
         """Collect the sums of these units. The shards of lost workers are run again."""
         cut = max(1, self.session.pool.size) if cut is None else cut
         assert units[0].sums is not None
@@ -265,7 +265,7 @@ class Reductions:
             units = _for_sums_only(missing, grids)
             workers = _workers((yield units))
 
-    def _collected_once(self, units: Sequence[Summable], workers: Sequence[str], cut: int) -> TaskStream[list[_Part]]:
+    def _collected_once(self, units: Sequence[Summable], workers: Sequence[str], cut: int) -> Coroutine[list[_Part]]:
         """Collect the sums of the workers that still exist."""
         first, sums = units[0], units[0].sums
         assert sums is not None
@@ -278,7 +278,7 @@ class Reductions:
 
     def _samples(
         self, samples: tuple[Moment, ...], units: Sequence[Summable], done: list[ShardDone]
-    ) -> TaskStream[dict[str, ArrayRecord]]:
+    ) -> Coroutine[dict[str, ArrayRecord]]:
         if not samples:
             return {}
         first = units[0]
@@ -286,7 +286,7 @@ class Reductions:
         return records
 
 
-def _chosen(choosing: Sequence[ChooseGrids]) -> TaskStream[Grids]:
+def _chosen(choosing: Sequence[ChooseGrids]) -> Coroutine[Grids]:
     results: list[ChooseGridsDone] = yield from batch(choosing)
     return {moment: grid for done in results for moment, grid in done.grids.items()}
 

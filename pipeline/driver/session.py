@@ -13,7 +13,7 @@ from pipeline.driver.interfaces import Cleaner, Journal
 from pipeline.driver.job_spec import Job, RanksOf, staged_layer
 from pipeline.driver.ledger_keys import curves_key, layer_key
 from pipeline.driver.recovery import Repairs, computed_keys
-from pipeline.driver.scheduler import Scheduler, TaskStream
+from pipeline.driver.scheduler import Coroutine, Scheduler
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import layers_of
 from pipeline.units.sums import Summed
@@ -92,7 +92,7 @@ class Session:
 
     def build_on(
         self, results: list[Any], producers: Sequence[Unit], consumers: Callable[[list[Any]], Sequence[Unit]]
-    ) -> TaskStream[list[Any]]:
+    ) -> Coroutine[list[Any]]:
         """Run the units that `consumers` builds from the `results` of `producers`. Return their results.
 
         Results that were lost with a worker are recomputed and replaced in `results`. Raises LostInputError if anything
@@ -113,7 +113,7 @@ class Session:
 
     def store_samples(
         self, lineage: Lineage, layer: int, samples: Sequence[Moment], units: Sequence[Unit], results: list[ShardDone]
-    ) -> TaskStream[dict[str, ArrayRecord]]:
+    ) -> Coroutine[dict[str, ArrayRecord]]:
         """Store the samples of values in the results of the units of all shards, in shard order: key -> record."""
 
         def reduce_units(results: Sequence[ShardDone]) -> list[Unit]:

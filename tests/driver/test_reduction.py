@@ -52,14 +52,14 @@ def reductions(size: int = 2) -> Any:
     return SimpleNamespace(run=Reductions(session), lost=lost)
 
 
-def finish(stream: Generator[Any, Any, Any], answer: Callable[[Any], Any]) -> tuple[Any, list[Any]]:
-    """Run a stream with the answers to its batches of units. Return its result and all units."""
+def finish(coroutine: Generator[Any, Any, Any], answer: Callable[[Any], Any]) -> tuple[Any, list[Any]]:
+    """Run a coroutine with the answers to its batches of units. Return its result and all units."""
     seen: list[Any] = []
     try:
-        awaited = next(stream)
+        awaited = next(coroutine)
         while True:
             seen += awaited if isinstance(awaited, list) else []
-            awaited = stream.send([answer(unit) for unit in awaited] if isinstance(awaited, list) else None)
+            awaited = coroutine.send([answer(unit) for unit in awaited] if isinstance(awaited, list) else None)
     except StopIteration as ended:
         return ended.value, seen
 
@@ -138,12 +138,12 @@ def test_lost_sums_are_replaced_and_cut_as_the_others() -> None:
 def test_an_error_that_names_no_part_is_not_swallowed(known: bool) -> None:
     parts, scripted = [part("a", range(4))], reductions()
     error = LostInputError("gone", ("solve/7",))
-    stream = scripted.run._replaced(UNITS, GRIDS, parts, error, known)
+    coroutine = scripted.run._replaced(UNITS, GRIDS, parts, error, known)
     if known:  # an addition was lost, which is done again
-        assert finish(stream, rerunning({})) == (parts, [])
+        assert finish(coroutine, rerunning({})) == (parts, [])
         return
     with pytest.raises(LostInputError, match="gone"):
-        finish(stream, rerunning({}))
+        finish(coroutine, rerunning({}))
     assert scripted.lost == []
 
 
