@@ -15,7 +15,7 @@ from manifests.entries import ActivationsEntry, StatisticsEntry
 from manifests.errors import LostInputError
 from manifests.records import ArrayRecord, StagedLayer
 from pipeline.driver.forward_pass import joined
-from pipeline.driver.job_spec import Part, RanksOf, staged_layer
+from pipeline.driver.job_spec import LayerPart, RanksOf, staged_layer
 from pipeline.driver.ledger_keys import activations_key, statistics_key
 from pipeline.driver.reduction import PassResult, Reductions
 from pipeline.driver.scheduler import Coroutine, Fiber
@@ -80,7 +80,7 @@ class CompressedWalk:
             statistics |= {**result.samples, **(yield from self.reductions.summed(result))}
         return (yield from self._solve(layer, base, statistics, ranks, result, emit))
 
-    def _sum_moments(self, layer: int, part: Part, base: int, *, store: bool) -> Coroutine[PassResult]:
+    def _sum_moments(self, layer: int, part: LayerPart, base: int, *, store: bool) -> Coroutine[PassResult]:
         """Run all shards through a part of a layer and sum its moments."""
         units = self.session.forwards.units("compressed", layer, None, part.moments, base, part=part.number, emit=False)
         return (yield from self.reductions.run(part.moments, units, store))

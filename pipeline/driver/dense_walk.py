@@ -16,7 +16,7 @@ from functools import partial
 
 from manifests.records import ArrayRecord, StagedRecord
 from pipeline.driver.forward_pass import dense_entry, joined
-from pipeline.driver.job_spec import Part, RanksOf
+from pipeline.driver.job_spec import LayerPart, RanksOf
 from pipeline.driver.layer_reading import LayerReading
 from pipeline.driver.layer_solving import Solved, SolveQueue
 from pipeline.driver.ledger_keys import dense_key
@@ -83,7 +83,7 @@ class DenseWalk:
         yield from self._end(ranks)
 
     def _pass_parts(
-        self, parts: Sequence[Part], units: Callable[..., list[Forward]], store: bool
+        self, parts: Sequence[LayerPart], units: Callable[..., list[Forward]], store: bool
     ) -> Coroutine[PassResult]:
         """Pass a layer slice by slice. The moments of each slice are stored during the next one, even if they are not
         kept."""

@@ -26,7 +26,7 @@ RanksOf = Mapping[str, Mapping[str, int]]
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerPart:
     """A part of a pass through a layer. `number`: as `Forward.part`. `moments`: the moments summed in it."""
 
     number: int | None
@@ -117,7 +117,9 @@ class Job(Passes):
     experts: tuple[int, ...] = ()
     held_experts: int = 1
 
-    def parts(self, layer: int, moments: Sequence[Moment], staged: StagedLayer | Unwritten | None = None) -> list[Part]:
+    def parts(
+        self, layer: int, moments: Sequence[Moment], staged: StagedLayer | Unwritten | None = None
+    ) -> list[LayerPart]:
         """Return the parts of a pass through a layer, with their moments: slices of its experts, or the whole layer.
 
         `staged`: the compressed layer; None: the dense one.
@@ -127,7 +129,9 @@ class Job(Passes):
         for moment in moments:
             of_part[self._part_of(moment, len(numbers))].append(moment)
         last = numbers[-1]
-        return [Part(number, tuple(summed), number == last) for number, summed in zip(numbers, of_part, strict=True)]
+        return [
+            LayerPart(number, tuple(summed), number == last) for number, summed in zip(numbers, of_part, strict=True)
+        ]
 
     def _part_of(self, moment: Moment, parts: int) -> int:
         """Return the part that passes a moment's point. The shared expert and the head belong to the last part."""
