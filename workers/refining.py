@@ -35,7 +35,7 @@ from stores.staging import read_staged
 from workers.config import WorkerConfig
 from workers.differentiable import residual_dtype
 from workers.layers import LayerReader
-from workers.solving import GroupProblem, Solved, named_solution
+from workers.solving import GroupProblem, NamedSolution, named_solution
 from workers.tapped_layer import TappedLayer, overflow_advice
 
 RATES = (3e-3, 7.5e-4)  # the change of a matrix in a step, relative to the matrix; tried in this order
@@ -62,7 +62,7 @@ class RefinePass:
         self.statistics = statistics
         self.computing = computing
 
-    def run(self, unit: Refine) -> tuple[list[Solved], RefinedFigures]:
+    def run(self, unit: Refine) -> tuple[list[NamedSolution], RefinedFigures]:
         """Train a layer. Return the trained groups, and the figures of the training.
 
         Raises CorruptError if the staged layer, the stored hidden states or the moment of the gradient are damaged, and
@@ -133,7 +133,7 @@ class RefinePass:
         dtypes = {name.removeprefix(geometry.prefix): DTYPES[unit.staged.tensors[name].dtype] for name in names}
         return {name: dtype for name, dtype in dtypes.items() if dtype.is_floating_point}
 
-    def _solved(self, unit: Refine, group: SolvedGroup, layer: TrainedLayer, targets: Targets) -> Solved:
+    def _solved(self, unit: Refine, group: SolvedGroup, layer: TrainedLayer, targets: Targets) -> NamedSolution:
         """Return a group with its trained tensors. With `quantize`, round them by the moments of their inputs."""
         geometry, state = self.setup.geometry.layers[unit.layer], layer.state()
         names = group_tensors(unit.staged, group, geometry)

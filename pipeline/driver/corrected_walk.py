@@ -29,7 +29,7 @@ from pipeline.methods.moments import OUTPUT_GRADIENT
 from pipeline.units.sums import Summed
 from pipeline.units.units import Pair, Refine, RefineDone, ShardDone, Solve, SolvedGroup, SolveDone
 
-Solved = dict[Task, tuple[Solve, SolveDone]]
+SolvedByTask = dict[Task, tuple[Solve, SolveDone]]
 Targets = tuple[ArrayRecord, ...]  # the data that a layer is trained on, in shard order
 
 
@@ -64,7 +64,7 @@ class CorrectedWalk:
     def _solve(self, layer: int, base: int, ranks: RanksOf) -> Coroutine[Targets]:
         """Solve, train and enter a layer. Return the targets of its training, which the caller has to drop."""
         tasks = [task for task in self.job.tasks if task.layer == layer]
-        solved: Solved = {}
+        solved: SolvedByTask = {}
         uncorrected = [task for task in tasks if not task.corrections]
         draft: StagedLayer | None = yield from self._write_draft(layer, uncorrected, {}, ranks, solved)
         for step, points in enumerate(self.job.points[layer]):
@@ -92,7 +92,7 @@ class CorrectedWalk:
         tasks: Sequence[Task],
         pairs: Mapping[Task, Mapping[Moment, Summed]],
         ranks: RanksOf,
-        solved: Solved,
+        solved: SolvedByTask,
     ) -> Coroutine[StagedLayer | None]:
         """Solve some groups, add them to `solved`, and write a draft of the layer with all groups solved so far.
         Return None if there are no groups."""
@@ -104,7 +104,7 @@ class CorrectedWalk:
             before = solved[task][1].factors if task in solved else None
             units.append(Solve(task, ranks[task.key], statistics, before, self.session.hint_of(task)))
 
-        def joined(solutions: Sequence[SolveDone]) -> Solved:
+        def joined(solutions: Sequence[SolveDone]) -> SolvedByTask:
             """Return all groups solved so far, with these solutions."""
             others = {task: solved[task] for task in solved if task not in tasks}
             new = {
@@ -121,7 +121,7 @@ class CorrectedWalk:
         return _staged(layer, record, solved)
 
     def _refine(
-        self, layer: int, draft: StagedLayer, targets: Targets, solved: Solved
+        self, layer: int, draft: StagedLayer, targets: Targets, solved: SolvedByTask
     ) -> Coroutine[tuple[StagedLayer, RefinedFigures]]:
         """Train the groups of a draft with `refine`, and replace them in `solved`. Return the refined layer, already
         written, and the figures of the training."""
@@ -135,7 +135,7 @@ class CorrectedWalk:
             self._output_gradient(tasks),
         )
 
-        def joined(results: Sequence[RefineDone]) -> Solved:
+        def joined(results: Sequence[RefineDone]) -> SolvedByTask:
             """Return all groups of the layer, with the refined ones."""
             new = zip(tasks, (unit for unit, _ in groups), results[0].groups, strict=True)
             return solved | {task: (unit, solution) for task, unit, solution in new}
@@ -229,7 +229,7 @@ def stored_targets(results: Sequence[ShardDone]) -> Targets:
     return records
 
 
-def _staged(layer: int, record: StagedRecord, solved: Solved) -> StagedLayer:
+def _staged(layer: int, record: StagedRecord, solved: SolvedByTask) -> StagedLayer:
     """Return the written layer for workers to load."""
     rounded = {path: scheme for _, solution in solved.values() for path, scheme in solution.rounded.items()}
     return StagedLayer(**dict(record), forms=write_unit(layer, [*solved.values()]).forms, rounded=rounded)

@@ -11,10 +11,10 @@ from pipeline.driver.session import Session
 from pipeline.methods.method import Moment, Task
 from pipeline.units.curves import BeginCurve, CurvePieces, Predict
 
-Statistics = Mapping[Moment, ArrayRecord]
 
-
-def compute_curves(session: Session, tasks: Mapping[Task, Statistics]) -> Coroutine[dict[Task, Curve]]:
+def compute_curves(
+    session: Session, tasks: Mapping[Task, Mapping[Moment, ArrayRecord]]
+) -> Coroutine[dict[Task, Curve]]:
     """Compute the curve of each task from its statistics.
 
     Groups whose curves have pieces take longest and come first. Their pieces are split among workers if some would

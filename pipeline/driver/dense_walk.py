@@ -18,7 +18,7 @@ from manifests.records import ArrayRecord, StagedRecord
 from pipeline.driver.forward_pass import dense_entry, joined
 from pipeline.driver.job_spec import LayerPart, RanksOf
 from pipeline.driver.layer_reading import LayerReading
-from pipeline.driver.layer_solving import Solved, SolveQueue
+from pipeline.driver.layer_solving import SolvedLayer, SolveQueue
 from pipeline.driver.ledger_keys import dense_key
 from pipeline.driver.reduction import PassResult, Reductions
 from pipeline.driver.scheduler import Coroutine
@@ -188,7 +188,7 @@ class DenseWalk:
         self.adding = []
         self.queue.begin(layers)
 
-    def _enter_layer(self, layer: int, solved: Solved, record: StagedRecord) -> Coroutine[None]:
+    def _enter_layer(self, layer: int, solved: SolvedLayer, record: StagedRecord) -> Coroutine[None]:
         while self.storing and self.storing[0][0] <= layer:
             yield from self._enter_stored()
         self.session.enter_layer(layer, solved, record)

@@ -13,7 +13,7 @@ from typing import Any
 
 from manifests.entries import CurvesEntry, MeasuredEntry, RanksEntry
 from manifests.errors import CorruptError, LostInputError
-from manifests.records import ArrayRecord, Key, StagedRecord
+from manifests.records import ArrayRecord, LedgerKey, StagedRecord
 from pipeline.driver.backward_pass import GradientPass
 from pipeline.driver.compressed_walk import CompressedWalk
 from pipeline.driver.corrected_walk import CorrectedWalk
@@ -212,7 +212,9 @@ class Driver:
                 self.session.enter(curves_key(layer), CurvesEntry(curves=of_layer))
                 self.observer.layer_done("curves", layer, {})
 
-    def _batches(self, phase: str, tasks: Sequence[Task], key_of: Callable[[int], Key[Any]]) -> Iterator[list[int]]:
+    def _batches(
+        self, phase: str, tasks: Sequence[Task], key_of: Callable[[int], LedgerKey[Any]]
+    ) -> Iterator[list[int]]:
         """Yield the layers of tasks without an entry, in batches of one layer per worker; begins a phase if there are
         any."""
         pending = [layer for layer in layers_of(tasks) if self.journal.get(key_of(layer)) is None]

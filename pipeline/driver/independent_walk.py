@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from manifests.method_entry import MIXED_SHARE
 from manifests.records import StagedLayer
-from pipeline.driver.corrected_walk import CorrectedWalk, Solved, Targets, stored_targets
+from pipeline.driver.corrected_walk import CorrectedWalk, SolvedByTask, Targets, stored_targets
 from pipeline.driver.job_spec import RanksOf, trains_mixed
 from pipeline.driver.scheduler import Coroutine
 from pipeline.driver.session import Session
@@ -40,7 +40,7 @@ class IndependentWalk(CorrectedWalk):
         self.session.observer.phase("correct", len(pending), self.job.shards)
         waiting = [layer for layer in layers_of(self.job.tasks) if layer <= last] if self.mixed else pending
         targets: dict[int, Targets] = {}
-        solved: dict[int, Solved] = {}
+        solved: dict[int, SolvedByTask] = {}
         for layer in range(last + 1):
             if not solved and waiting:
                 some, waiting = self.session.batch(waiting)
@@ -59,9 +59,9 @@ class IndependentWalk(CorrectedWalk):
     def _tasks(self, layer: int) -> list[Task]:
         return [task for task in self.job.tasks if task.layer == layer]
 
-    def _solve_some(self, layers: Sequence[int], ranks: RanksOf) -> Coroutine[dict[int, Solved]]:
+    def _solve_some(self, layers: Sequence[int], ranks: RanksOf) -> Coroutine[dict[int, SolvedByTask]]:
         """Solve some layers side by side, and write a draft of each. Return their groups."""
-        solved: dict[int, Solved] = {layer: {} for layer in layers}
+        solved: dict[int, SolvedByTask] = {layer: {} for layer in layers}
         fibers = {
             layer: self.session.scheduler.spawn(self._write_draft(layer, self._tasks(layer), {}, ranks, solved[layer]))
             for layer in layers
@@ -81,7 +81,7 @@ class IndependentWalk(CorrectedWalk):
             passed: list[ShardDone] = yield [replace(unit, replay=replay, share=share) for unit in units]
         return passed
 
-    def _train(self, solved: Mapping[int, Solved], targets: Mapping[int, Targets]) -> Coroutine[None]:
+    def _train(self, solved: Mapping[int, SolvedByTask], targets: Mapping[int, Targets]) -> Coroutine[None]:
         """Train and enter some layers, and drop their training data."""
         fibers = {
             layer: self.session.scheduler.spawn(self._refine(layer, self.drafts[layer], targets[layer], solved[layer]))

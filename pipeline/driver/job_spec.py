@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
-from manifests.records import Curve, Key, StagedLayer
+from manifests.records import Curve, LedgerKey, StagedLayer
 from manifests.schema import Manifest
 from pipeline.driver.interfaces import Journal
 from pipeline.driver.ledger_keys import curves_key, dense_key, layer_key, measured_key
@@ -210,7 +210,7 @@ def trains_mixed(task: Task) -> bool:
     return task.refine is not None and task.refine.inputs == "mixed"
 
 
-def scores_from_ledger(job: Job, entry: Callable[[Key[Any]], Any], importance: Mapping[int, float]) -> Scores:
+def scores_from_ledger(job: Job, entry: Callable[[LedgerKey[Any]], Any], importance: Mapping[int, float]) -> Scores:
     """Read the scores on which ranks depend. `entry`: returns the entry of a key, or None, or raises."""
     measured: dict[str, Any] = {}
     curves: dict[str, Curve] = {}
@@ -223,7 +223,7 @@ def scores_from_ledger(job: Job, entry: Callable[[Key[Any]], Any], importance: M
     return Scores(importance, measured, curves)
 
 
-def importance_from_ledger(job: Job, entry: Callable[[Key[Any]], Any]) -> dict[int, float]:
+def importance_from_ledger(job: Job, entry: Callable[[LedgerKey[Any]], Any]) -> dict[int, float]:
     """Return the importance of every layer, from the cosines of its shards; empty if no ranks depend on it."""
     if "importance" not in job.scores:
         return {}

@@ -80,7 +80,7 @@ def _solve(session: Session, solves: LayerSolves) -> Coroutine[tuple[list[Any], 
     return solutions, (yield written)
 
 
-Solved = list[tuple[Solve, SolveDone]]  # the groups of a layer
+SolvedLayer = list[tuple[Solve, SolveDone]]  # the groups of a layer
 
 
 class SolveQueue:
@@ -90,12 +90,12 @@ class SolveQueue:
     cannot be recomputed, and LostInputError is raised.
     """
 
-    def __init__(self, session: Session, enter: Callable[[int, Solved, StagedRecord], Coroutine[None]]) -> None:
+    def __init__(self, session: Session, enter: Callable[[int, SolvedLayer, StagedRecord], Coroutine[None]]) -> None:
         """`enter`: enters a written layer."""
         self.session = session
         self.enter = enter
         self.solving: deque[list[tuple[Solve, Fiber[list[Any]]]]] = deque()
-        self.writing: deque[tuple[Solved, Write, Fiber[list[Any]]]] = deque()
+        self.writing: deque[tuple[SolvedLayer, Write, Fiber[list[Any]]]] = deque()
 
     def __len__(self) -> int:
         return len(self.solving) + len(self.writing)

@@ -7,7 +7,7 @@ from typing import Any
 
 from manifests.entries import GroupReport, LayerEntry
 from manifests.errors import CorruptError, LostInputError
-from manifests.records import ArrayRecord, E, FormSpec, Key, RefinedFigures, StagedRecord
+from manifests.records import ArrayRecord, E, FormSpec, LedgerKey, RefinedFigures, StagedRecord
 from pipeline.driver.forward_pass import ForwardPass
 from pipeline.driver.interfaces import Cleaner, Journal
 from pipeline.driver.job_spec import Job, RanksOf, staged_layer
@@ -38,7 +38,7 @@ class Session:
         self.forwards = ForwardPass(job, journal)
         self.repairs = Repairs(journal, computed_keys(job.num_layers), self.observer)
 
-    def enter(self, key: Key[E], record: E) -> None:
+    def enter(self, key: LedgerKey[E], record: E) -> None:
         """Commit an entry."""
         self.journal.commit(key, record)
         self.repairs.progress()
@@ -65,7 +65,7 @@ class Session:
         """Commit a compressed layer and report it to the observer."""
         self.observer.layer_done("compress", layer, self.commit_layer(layer, solved, record, refined).groups)
 
-    def entry(self, key: Key[E]) -> E:
+    def entry(self, key: LedgerKey[E]) -> E:
         """Read an entry that must exist. Raises CorruptError if it is missing or damaged."""
         entry = self.journal.get(key)
         if entry is None:

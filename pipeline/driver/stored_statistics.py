@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from manifests.records import ArrayRecord, Key
+from manifests.records import ArrayRecord, LedgerKey
 from pipeline.driver.job_spec import trains_mixed
 from pipeline.driver.ledger_keys import dense_key, gradient_key, layer_key, statistics_key
 from pipeline.driver.session import Session
@@ -53,7 +53,7 @@ class StoredStatistics:
         kept = self.job.keep_statistics or mixed
         for layer in range(self.job.num_layers):
             if kept or self.session.journal.get(layer_key(layer)) is None:
-                keys: list[Key[Any]] = [dense_key(layer), gradient_key(layer), statistics_key(layer)]
+                keys: list[LedgerKey[Any]] = [dense_key(layer), gradient_key(layer), statistics_key(layer)]
                 for key in keys:
                     entry = self.session.journal.get(key)
                     live += entry.statistics.values() if entry else ()

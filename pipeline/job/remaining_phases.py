@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from manifests.records import Key
+from manifests.records import LedgerKey
 from pipeline.console.eta import Eta, PlannedPhase
 from pipeline.cost_model.passes import gradient_tokens, pass_of
 from pipeline.cost_model.phases import START_SECONDS, WORKERS_SECONDS, Pass, evaluate_seconds, phase_seconds
@@ -118,10 +118,10 @@ class _Remaining:
     def _has_moments(self) -> bool:
         return any(task.moments for task in self.job.inputs.tasks)
 
-    def _missing(self, keys: Sequence[Key[Any]]) -> int:
+    def _missing(self, keys: Sequence[LedgerKey[Any]]) -> int:
         return sum(self.job.ledger.get(key) is None for key in keys)
 
-    def _phase(self, phase: str, seconds: float, keys: Sequence[Key[Any]]) -> list[PlannedPhase]:
+    def _phase(self, phase: str, seconds: float, keys: Sequence[LedgerKey[Any]]) -> list[PlannedPhase]:
         """Return the part of a phase that is not committed: nothing, if each of `keys` is."""
         if not keys:
             return [PlannedPhase(phase, seconds)]
@@ -129,7 +129,7 @@ class _Remaining:
         return [PlannedPhase(phase, seconds * missing / len(keys), layers=missing)] if missing else []
 
 
-def _keys(key_of: Callable[[int], Key[Any]], layers: Sequence[int]) -> list[Key[Any]]:
+def _keys(key_of: Callable[[int], LedgerKey[Any]], layers: Sequence[int]) -> list[LedgerKey[Any]]:
     return [key_of(layer) for layer in layers]
 
 

@@ -39,10 +39,10 @@ from pipeline.methods.lestd_sizes import (
     size_curve,
     sizes_at_common_threshold,
 )
-from pipeline.methods.method import Key, Moment, Ranks, Scores, Solution, group_key
+from pipeline.methods.method import Moment, Ranks, Scores, Solution, group_key
 from pipeline.methods.moments import input_moment
 from pipeline.methods.work import Work
-from pipeline.ranks.budget import RankVariable
+from pipeline.ranks.budget import RankKey, RankVariable
 
 SIZE = "size"
 SAFE_EXPONENT = 40  # bound on the exponent of a core's largest entry, so that relevant squares are normal in float32
@@ -296,7 +296,7 @@ class LeSTDMethod(Method[LeSTD]):
         """Measure the claimed groups with `threshold: model`, as sizes then follow the spectra of the layers."""
         return self.claims(geometry) if self.entry.threshold == "model" else ()
 
-    def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
+    def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[RankKey, float]:
         """Return `ratio` of the dense numbers of every layer, or sizes with the same sum at a common threshold."""
         variables = self.rank_variables(geometry)
         if self.fixed_ranks:

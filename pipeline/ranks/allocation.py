@@ -12,7 +12,7 @@ from functools import partial
 from statistics import fmean
 
 from manifests.errors import InputError
-from pipeline.ranks.budget import Key, RankVariable, fit_ranks, solve_ratio
+from pipeline.ranks.budget import RankKey, RankVariable, fit_ranks, solve_ratio
 from pipeline.ranks.curves import Point, cache_numbers, choose, lower_hull, stored_numbers, summed
 
 Chosen = dict[str, dict[str, int]]
@@ -59,7 +59,7 @@ class Entry:
     keep: float | None = None
     fixed: bool = False
     variables: tuple[RankVariable, ...] = ()
-    targets: Callable[[float], Mapping[Key, float]] = field(default=lambda ratio: {}, compare=False)
+    targets: Callable[[float], Mapping[RankKey, float]] = field(default=lambda ratio: {}, compare=False)
     prediction: Prediction | None = None
     followers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     most: float = 0.0
@@ -172,7 +172,7 @@ def tied(entry: Entry) -> Entry:
         by_name.setdefault((_beyond_layer(variable.group), variable.name), []).append(variable)
     groups = [*by_name.values()]
 
-    def targets(ratio: float) -> dict[Key, float]:
+    def targets(ratio: float) -> dict[RankKey, float]:
         by_layer = entry.targets(ratio)
         return {group[0].key: fmean(by_layer[variable.key] for variable in group) for group in groups}
 
@@ -282,7 +282,7 @@ def _by_ratio(entries: Sequence[Entry], budget: Budget) -> tuple[Chosen, float]:
     target = budget.target
     budget.require(least, entries)
 
-    def targets_at(ratio: float) -> dict[Key, float]:
+    def targets_at(ratio: float) -> dict[RankKey, float]:
         return {key: rank for entry in entries for key, rank in entry.targets(ratio).items()}
 
     def cost_at(ratio: float) -> float:
@@ -294,15 +294,15 @@ def _by_ratio(entries: Sequence[Entry], budget: Budget) -> tuple[Chosen, float]:
     return _by_task(ranks), _cost(variables, ranks)
 
 
-def _counted(entry: Entry, ranks: Mapping[Key, int]) -> tuple[Chosen, float]:
+def _counted(entry: Entry, ranks: Mapping[RankKey, int]) -> tuple[Chosen, float]:
     return _by_task(ranks), _cost(entry.variables, ranks)
 
 
-def _cost(variables: Sequence[RankVariable], ranks: Mapping[Key, int]) -> float:
+def _cost(variables: Sequence[RankVariable], ranks: Mapping[RankKey, int]) -> float:
     return sum(variable.cost(ranks[variable.key]) for variable in variables)
 
 
-def _by_task(ranks: Mapping[Key, int]) -> Chosen:
+def _by_task(ranks: Mapping[RankKey, int]) -> Chosen:
     by_task: Chosen = {}
     for (_, task, name), rank in ranks.items():
         by_task.setdefault(task, {})[name] = rank

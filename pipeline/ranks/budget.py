@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-Key = tuple[int, str, str]
+RankKey = tuple[int, str, str]  # layer, group, name of a rank variable
 # Variables share a level if their steps cost at most this many times the finest one's step.
 _LEVEL_SPREAD = 2.0
 _BISECTIONS = 200
@@ -37,7 +37,7 @@ class RankVariable:
             raise ValueError(f"{self.key}: cap {self.cap} and multiple {self.multiple} must be at least 1")
 
     @property
-    def key(self) -> Key:
+    def key(self) -> RankKey:
         """Return the name of the variable among those of a method."""
         return (self.layer, self.group, self.name)
 
@@ -84,7 +84,7 @@ def solve_ratio(cost_at: Callable[[float], float], target: float) -> float:
     return low
 
 
-def fit_ranks(variables: Sequence[RankVariable], targets: Mapping[Key, float], target: float) -> dict[Key, int]:
+def fit_ranks(variables: Sequence[RankVariable], targets: Mapping[RankKey, float], target: float) -> dict[RankKey, int]:
     """Return allowed ranks near `targets` (by key) with a total cost at most `target`, as near to it as steps allow.
 
     The targets are scaled by one factor so that they cost `target`, and rounded to the nearest allowed ranks. The
@@ -111,8 +111,8 @@ def fit_ranks(variables: Sequence[RankVariable], targets: Mapping[Key, float], t
     return ranks
 
 
-def _check(variables: Sequence[RankVariable], targets: Mapping[Key, float]) -> None:
-    keys: set[Key] = set()
+def _check(variables: Sequence[RankVariable], targets: Mapping[RankKey, float]) -> None:
+    keys: set[RankKey] = set()
     for variable in variables:
         if variable.key in keys:
             raise ValueError(f"two variables are called {variable.key}")
@@ -122,10 +122,10 @@ def _check(variables: Sequence[RankVariable], targets: Mapping[Key, float]) -> N
             raise ValueError(f"{variable.key}: the target rank must be finite and not negative, not {wanted}")
 
 
-def _scaled(variables: Sequence[RankVariable], targets: Mapping[Key, float], target: float) -> dict[Key, float]:
+def _scaled(variables: Sequence[RankVariable], targets: Mapping[RankKey, float], target: float) -> dict[RankKey, float]:
     """Scale the targets by one factor, within [least, cap], so that their real-valued cost is the target."""
 
-    def at(factor: float) -> dict[Key, float]:
+    def at(factor: float) -> dict[RankKey, float]:
         return {
             variable.key: min(max(targets[variable.key] * factor, variable.least), variable.cap)
             for variable in variables
@@ -158,7 +158,9 @@ def _step_cost(variable: RankVariable) -> float:
     return (variable.cost(variable.cap) - variable.cost(variable.least)) / steps
 
 
-def _lower_(level: Sequence[RankVariable], targets: Mapping[Key, float], ranks: dict[Key, int], slack: float) -> float:
+def _lower_(
+    level: Sequence[RankVariable], targets: Mapping[RankKey, float], ranks: dict[RankKey, int], slack: float
+) -> float:
     """Lower ranks of one level until the slack is not negative; return the slack."""
     heap = [
         ((targets[variable.key] - ranks[variable.key]) / variable.cap, variable.key, variable) for variable in level
@@ -174,7 +176,9 @@ def _lower_(level: Sequence[RankVariable], targets: Mapping[Key, float], ranks: 
     return slack
 
 
-def _raise_(level: Sequence[RankVariable], targets: Mapping[Key, float], ranks: dict[Key, int], slack: float) -> float:
+def _raise_(
+    level: Sequence[RankVariable], targets: Mapping[RankKey, float], ranks: dict[RankKey, int], slack: float
+) -> float:
     """Raise ranks of one level as long as a step fits into the slack; return the slack."""
     heap = [
         ((ranks[variable.key] - targets[variable.key]) / variable.cap, variable.key, variable) for variable in level

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pipeline.ranks.budget import Key, RankVariable, fit_ranks, solve_ratio
+from pipeline.ranks.budget import RankKey, RankVariable, fit_ranks, solve_ratio
 from pipeline.ranks.importance import preserve_importance
 
 D, H, HEAD, N, L = 4096, 32, 128, 11008, 32
@@ -29,7 +29,7 @@ def llama(multiple: int = 1) -> list[RankVariable]:
     return value + [RankVariable(layer, "mlp", "mlp", N, multiple, linear(3 * D)) for layer in range(L)]
 
 
-def total_cost(variables: list[RankVariable], ranks: dict[Key, int]) -> float:
+def total_cost(variables: list[RankVariable], ranks: dict[RankKey, int]) -> float:
     return sum(variable.cost(ranks[variable.key]) for variable in variables)
 
 
@@ -209,8 +209,8 @@ def test_steps_are_taken_as_the_docstring_says() -> None:
         assert fit_ranks(variables, targets, target) == _step_by_step(variables, targets, target)
 
 
-def _step_by_step(variables: list[RankVariable], targets: dict[Key, float], target: int) -> dict[Key, int]:
-    def scaled_by(factor: float) -> dict[Key, float]:
+def _step_by_step(variables: list[RankVariable], targets: dict[RankKey, float], target: int) -> dict[RankKey, int]:
+    def scaled_by(factor: float) -> dict[RankKey, float]:
         return {v.key: min(max(factor * targets[v.key], 1.0), v.cap) for v in variables}
 
     low, high = 0.0, 1e6
