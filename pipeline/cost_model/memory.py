@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from manifests.schema import Manifest
 from pipeline.cost_model.completion_work import completion_bytes, without_others
 from pipeline.cost_model.passes import gradient_tokens
-from pipeline.cost_model.phases import Pass
+from pipeline.cost_model.phases import PlannedPasses
 from pipeline.cost_model.refinement_work import SCORES, VALUE_BYTES, refine_bytes
 from pipeline.cost_model.vocabulary import outer_bytes, pulled_logits_bytes
 from pipeline.cost_model.work import pair_bytes
@@ -121,15 +121,18 @@ def layer_bytes(manifest: Manifest, geometry: Geometry, itemsize: int) -> tuple[
     return stored, max(stored, largest * itemsize) if gpu else largest * max(4, itemsize)  # a CPU may use float32
 
 
-def shared_bytes(walk: Pass, summed: int, stored: int) -> int:
+def shared_bytes(passes: PlannedPasses, summed: int, stored: int) -> int:
     """Return the pages of Ray's object store that a worker's process touches, which count as its memory, too.
 
     They hold its own sums (triangles), those that it adds, and their total, for the layers whose sums are in flight,
     the sums of layers that wait to be solved, and factors. `summed`: bytes of a layer's whole moments.
     """
-    sums, in_flight = (3 if walk.workers > 1 else 1), 1 if walk.compressed else 2 if walk.in_pass else 1 + walk.ahead
-    waiting = min(2 * walk.workers, walk.layers) if walk.in_pass else 0
-    return (in_flight * sums + waiting) * summed // 2 + (1 if walk.compressed else 2) * stored
+    sums, in_flight = (
+        (3 if passes.workers > 1 else 1),
+        1 if passes.compressed else 2 if passes.in_pass else 1 + passes.ahead,
+    )
+    waiting = min(2 * passes.workers, passes.layers) if passes.in_pass else 0
+    return (in_flight * sums + waiting) * summed // 2 + (1 if passes.compressed else 2) * stored
 
 
 def part_bytes(layer: LayerGeometry, tasks: Sequence[Task], experts: int) -> int:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from manifests.entries import ActivationsEntry, StatisticsEntry
 from manifests.errors import LostInputError
 from manifests.records import ArrayRecord, StagedLayer
-from pipeline.driver.forward_pass import joined
+from pipeline.driver.forward_units import joined
 from pipeline.driver.job_spec import LayerPart, RanksOf, staged_layer
 from pipeline.driver.ledger_keys import activations_key, statistics_key
 from pipeline.driver.reduction import PassResult, Reductions

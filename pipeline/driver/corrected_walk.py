@@ -30,7 +30,7 @@ from pipeline.units.sums import Summed
 from pipeline.units.units import Pair, Refine, RefineDone, ShardDone, Solve, SolvedGroup, SolveDone
 
 SolvedByTask = dict[Task, tuple[Solve, SolveDone]]
-Targets = tuple[ArrayRecord, ...]  # the data that a layer is trained on, in shard order
+RefinementRecords = tuple[ArrayRecord, ...]  # the data that a layer is trained on, in shard order
 
 
 class CorrectedWalk:
@@ -52,7 +52,7 @@ class CorrectedWalk:
         passes = max(map(len, self.job.points)) * corrects + any(task.refine for task in self.job.tasks) + 1
         self.session.observer.phase("correct", pending[-1] + 1 - base, passes * self.job.shards)
         for layer in range(base, pending[-1] + 1):
-            targets: Targets = ()
+            targets: RefinementRecords = ()
             if layer in pending:
                 targets = yield from self._solve(layer, base, ranks)
                 self._drop_drafts()
@@ -61,7 +61,7 @@ class CorrectedWalk:
             elif targets:
                 self.session.cleaner.drop_activations(targets)
 
-    def _solve(self, layer: int, base: int, ranks: RanksOf) -> Coroutine[Targets]:
+    def _solve(self, layer: int, base: int, ranks: RanksOf) -> Coroutine[RefinementRecords]:
         """Solve, train and enter a layer. Return the targets of its training, which the caller has to drop."""
         tasks = [task for task in self.job.tasks if task.layer == layer]
         solved: SolvedByTask = {}
@@ -78,7 +78,7 @@ class CorrectedWalk:
                 draft = yield from self._write_draft(layer, list(corrected), pairs, ranks, solved)
         assert draft is not None, "a claimed layer has groups"
         refined: RefinedFigures | None = None
-        targets: Targets = ()
+        targets: RefinementRecords = ()
         if any(task.refine for task in tasks):
             units = self._units(layer, base, len(self.job.points[layer]), None, targets=True)
             targets = stored_targets((yield units))
@@ -121,7 +121,7 @@ class CorrectedWalk:
         return _staged(layer, record, solved)
 
     def _refine(
-        self, layer: int, draft: StagedLayer, targets: Targets, solved: SolvedByTask
+        self, layer: int, draft: StagedLayer, targets: RefinementRecords, solved: SolvedByTask
     ) -> Coroutine[tuple[StagedLayer, RefinedFigures]]:
         """Train the groups of a draft with `refine`, and replace them in `solved`. Return the refined layer, already
         written, and the figures of the training."""
@@ -159,7 +159,7 @@ class CorrectedWalk:
         layers = (staged_layer(self.session.journal, layer) for layer in range(self.job.num_layers))
         self.session.cleaner.retain_staged((*(staged for staged in layers if staged), *besides))
 
-    def _propagate(self, layer: int, base: int, targets: Targets) -> Coroutine[int]:
+    def _propagate(self, layer: int, base: int, targets: RefinementRecords) -> Coroutine[int]:
         """Run all shards of both models through a layer, and commit the outputs at a boundary. Return the last layer
         with committed inputs. `targets`: those of the layer's training, if it was just trained; they hold the dense
         layer's outputs."""
@@ -222,7 +222,7 @@ class CorrectedWalk:
             raise
 
 
-def stored_targets(results: Sequence[ShardDone]) -> Targets:
+def stored_targets(results: Sequence[ShardDone]) -> RefinementRecords:
     """Return the records of the targets that units stored."""
     records = tuple(result.activation for result in results if result.activation is not None)
     assert len(records) == len(results), "units with targets store them"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from manifests.records import ArrayRecord, StagedRecord
-from pipeline.driver.forward_pass import dense_entry, joined
+from pipeline.driver.forward_units import dense_entry, joined
 from pipeline.driver.job_spec import LayerPart, RanksOf
 from pipeline.driver.layer_reading import LayerReading
 from pipeline.driver.layer_solving import SolvedLayer, SolveQueue

@@ -19,7 +19,7 @@ from pipeline.driver.compressed_walk import CompressedWalk
 from pipeline.driver.corrected_walk import CorrectedWalk
 from pipeline.driver.curves import compute_curves
 from pipeline.driver.dense_walk import DenseWalk
-from pipeline.driver.forward_pass import dense_entry, joined
+from pipeline.driver.forward_units import dense_entry, joined
 from pipeline.driver.in_flight import LayersInFlight
 from pipeline.driver.independent_walk import IndependentWalk
 from pipeline.driver.interfaces import Cleaner, Journal

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from manifests.method_entry import MIXED_SHARE
 from manifests.records import StagedLayer
-from pipeline.driver.corrected_walk import CorrectedWalk, SolvedByTask, Targets, stored_targets
+from pipeline.driver.corrected_walk import CorrectedWalk, RefinementRecords, SolvedByTask, stored_targets
 from pipeline.driver.job_spec import RanksOf, trains_mixed
 from pipeline.driver.scheduler import Coroutine
 from pipeline.driver.session import Session
@@ -39,7 +39,7 @@ class IndependentWalk(CorrectedWalk):
         last = pending[-1]
         self.session.observer.phase("correct", len(pending), self.job.shards)
         waiting = [layer for layer in layers_of(self.job.tasks) if layer <= last] if self.mixed else pending
-        targets: dict[int, Targets] = {}
+        targets: dict[int, RefinementRecords] = {}
         solved: dict[int, SolvedByTask] = {}
         for layer in range(last + 1):
             if not solved and waiting:
@@ -81,7 +81,7 @@ class IndependentWalk(CorrectedWalk):
             passed: list[ShardDone] = yield [replace(unit, replay=replay, share=share) for unit in units]
         return passed
 
-    def _train(self, solved: Mapping[int, SolvedByTask], targets: Mapping[int, Targets]) -> Coroutine[None]:
+    def _train(self, solved: Mapping[int, SolvedByTask], targets: Mapping[int, RefinementRecords]) -> Coroutine[None]:
         """Train and enter some layers, and drop their training data."""
         fibers = {
             layer: self.session.scheduler.spawn(self._refine(layer, self.drafts[layer], targets[layer], solved[layer]))

@@ -40,7 +40,7 @@ class LayerPart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passes:
+class CalibrationPasses:
     """The passes of a job over its calibration text. The manifest and the tasks determine them.
 
     Attributes:
@@ -66,7 +66,7 @@ class Passes:
 
 def passes_of(
     manifest: Manifest, methods: Sequence[Method[Any]], tasks: Sequence[Task], hidden: int, *, gradients: bool = False
-) -> Passes:
+) -> CalibrationPasses:
     """Return the passes of a job.
 
     `hidden`: the width of the model's hidden states. `gradients`: choose samples for the backward pass even if no task
@@ -75,12 +75,12 @@ def passes_of(
     calibration, keep = manifest.calibration, manifest.statistics.keep
     scores = frozenset(score for method in methods for score in method.scores)
     if calibration is None:
-        return Passes(scores=scores, keep_statistics=True if keep is None else keep)
+        return CalibrationPasses(scores=scores, keep_statistics=True if keep is None else keep)
     shards, samples, length = calibration.shards, calibration.samples, calibration.sequence_length
     chosen = 0
     if gradients or any(layer_gradients(tasks, layer) for layer in layers_of(tasks)):
         chosen = gradient_samples(calibration.gradient.samples, samples, length, hidden)
-    return Passes(
+    return CalibrationPasses(
         shards=shards,
         propagate=calibration.propagate,
         scores=scores,
@@ -93,7 +93,7 @@ def passes_of(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job(Passes):
+class Job(CalibrationPasses):
     """The computation of a job.
 
     Attributes:

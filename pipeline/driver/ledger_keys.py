@@ -9,26 +9,18 @@ from manifests import entries
 from manifests.records import LedgerKey, ShardRecord, SourceFile
 
 RANKS: LedgerKey[entries.RanksEntry] = LedgerKey("ranks")
-HELD_OUT: LedgerKey[entries.HeldOutEntry] = LedgerKey(
-    "held_out"
-)  # the held-out tokens, and the dense model's outputs on them
+HELD_OUT: LedgerKey[entries.HeldOutEntry] = LedgerKey("held_out")  # tokens, and the dense model's outputs on them
 HELD_OUT_SCORE: LedgerKey[entries.HeldOutScoreEntry] = LedgerKey("held_out_score")
-TARGET: LedgerKey[entries.TargetEntry] = LedgerKey("target")  # the size chosen for a budget by loss
+TRIED_SIZE: LedgerKey[entries.TriedSizeEntry] = LedgerKey("target")  # the size being tried for a budget by loss
 TRIES = "tries/"  # prefix of the scores of a size, in thousandths
 SCORED = "scored/"  # prefix of the hidden states of a model being scored
 TOKENS: LedgerKey[entries.TokensEntry] = LedgerKey("tokens")
-SAMPLES: LedgerKey[entries.SamplesEntry] = LedgerKey(
-    "samples"
-)  # the number that `calibration.samples: auto` has chosen
+SAMPLES: LedgerKey[entries.SamplesEntry] = LedgerKey("samples")  # the number chosen by `calibration.samples: auto`
 TEXTS: LedgerKey[entries.TextsEntry] = LedgerKey("texts")  # the dense model's losses on both texts
-SCHEDULE: LedgerKey[entries.ScheduleEntry] = LedgerKey(
-    "schedule"
-)  # how often hidden states are committed, if the plan chose it
+SCHEDULE: LedgerKey[entries.ScheduleEntry] = LedgerKey("schedule")  # the number chosen by `resume.every: auto`
 SOURCE: LedgerKey[Mapping[str, SourceFile]] = LedgerKey("source")  # by name
 HARDWARE: LedgerKey[Mapping[str, str]] = LedgerKey("hardware")
-TEACHER: LedgerKey[entries.TeacherEntry] = LedgerKey(
-    "teacher"
-)  # the dense model's distribution on the text of a healing
+TEACHER: LedgerKey[entries.TeacherEntry] = LedgerKey("teacher")  # the dense model's distributions for a healing
 HEALING: LedgerKey[entries.HealingEntry] = LedgerKey("healing")  # the last checkpoint of a healing in progress
 HEALED: LedgerKey[entries.HealedEntry] = LedgerKey("healed")  # the layers that a finished healing has trained
 COMPARED: LedgerKey[entries.ComparedEntry] = LedgerKey("compared")

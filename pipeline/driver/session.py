@@ -8,7 +8,7 @@ from typing import Any
 from manifests.entries import GroupReport, LayerEntry
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, E, FormSpec, LedgerKey, RefinedFigures, StagedRecord
-from pipeline.driver.forward_pass import ForwardPass
+from pipeline.driver.forward_units import ForwardUnits
 from pipeline.driver.interfaces import Cleaner, Journal
 from pipeline.driver.job_spec import Job, RanksOf, staged_layer
 from pipeline.driver.ledger_keys import curves_key, layer_key
@@ -35,7 +35,7 @@ class Session:
         self.observer = scheduler.observer
         self.journal = journal
         self.cleaner = cleaner
-        self.forwards = ForwardPass(job, journal)
+        self.forwards = ForwardUnits(job, journal)
         self.repairs = Repairs(journal, computed_keys(job.num_layers), self.observer)
 
     def enter(self, key: LedgerKey[E], record: E) -> None:

@@ -26,7 +26,7 @@ from pipeline.console.progress import JobObserver
 from pipeline.cost_model.estimate import Plan
 from pipeline.driver.job_spec import Job
 from pipeline.driver.ledger_dependencies import retract_changed
-from pipeline.driver.ledger_keys import BEFORE_WORK, COMPLETE, REUSED, SAMPLES, SOURCE, TARGET
+from pipeline.driver.ledger_keys import BEFORE_WORK, COMPLETE, REUSED, SAMPLES, SOURCE, TRIED_SIZE
 from pipeline.evaluation.losses import check_dense_loss
 from pipeline.inputs.calibration import EvaluationTokens, calibration_tokens, evaluation_tokens
 from pipeline.inputs.fingerprint import job_fingerprint
@@ -262,8 +262,8 @@ def check_ledger(job: JobContext) -> None:
     """Enter the source's digests, and retract entries that contradict the job."""
     ledger = job.ledger
     ledger.commit(SOURCE, job.source_files)
-    target = ledger.get(TARGET)  # the entries are of this size, which may not be the job's
-    sized = job.inputs.at_size(target.size) if target and job.manifest.budget else job.inputs
+    tried = ledger.get(TRIED_SIZE)  # the entries are of this size, which may not be the job's
+    sized = job.inputs.at_size(tried.size) if tried and job.manifest.budget else job.inputs
     check_entries(ledger, driver_job(sized), job.inputs.config, job.inputs.source.tensors)
 
 
@@ -367,7 +367,7 @@ def _undo_solves(ledger: Ledger, differing: Sequence[str]) -> None:
         seconds = phases.get("statistics", 0.0) + phases.get("gradient", 0.0)
         ledger.commit(REUSED, ReusedEntry(seconds=complete.summary.get("seconds_saved", 0.0) + seconds))
     ledger.retract(COMPLETE)
-    changed = ["measured", TARGET]
+    changed = ["measured", TRIED_SIZE]
     if not {"budget.max_loss", "budget.keep"}.issuperset(names):
         changed.append("tries")
     if not all(name.startswith("budget") for name in names):
