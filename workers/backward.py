@@ -129,7 +129,7 @@ class BackwardRunner(CalibrationRunner):
         part: int | None,
         grid: int | None = None,
     ) -> Iterator[Tensor]:
-        """Yield the gradients (S, D) at the layer's inputs for each sample, behind its first part. `grid`: see
+        """Yield the gradients (S, D) at the layer's inputs for each sample, after its first part. `grid`: see
         `_samples`."""
         samples = self._samples(unit, layer, taps, part, grid)
         if grid is None and (samples.parts == 1 or part == 0):

@@ -28,7 +28,7 @@ DEVICE_PROCESS_BYTES = 2 * 2**30  # additional host memory for CUDA's libraries 
 PROCESS_BYTES = 440 * 2**20  # a worker's Python with torch, transformers and ray, and what its libraries set up
 KEPT_BYTES = 64 * 2**20  # freed memory that its heap keeps (`workers.memory`: TRIMMED_BYTES)
 MOMENT_BYTES = 8  # float64
-SOLVE_COPIES = 3  # of a moment: C, its inverse and W_down's gram, the panels (tests/kernels/test_elimination.py)
+SOLVE_COPIES = 3  # copies of a moment: C, its inverse and W_down's gram, the panels (tests/kernels/test_elimination.py)
 CURVE_COPIES = 4  # one more for the kept channels, with its factor
 FED_BYTES = 30  # per number that is rounded with error feedback at a time: in float32 and float64, errors, codes
 SAMPLE_BYTES = 8  # per number of a sample, in addition to the sample, if experts are solved together
@@ -87,7 +87,7 @@ def _summed_features(geometry: Geometry, tasks: Sequence[Task]) -> int:
 def gradient_bytes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], itemsize: int) -> int:
     """Return the memory of the backward pass of a sample beside its layer; 0 without gradients.
 
-    It holds the values that a layer's backward pass needs, with the scores of attention, and what is summed: gradients
+    It holds the values that a layer's backward pass needs, with the scores of attention, and the tensors to be summed: gradients
     of several samples that wait for one product, and triangles. Behind the last layer the head is differentiated while
     these values wait; then two more copies of the scores are needed.
     """

@@ -23,7 +23,7 @@ from pipeline.methods.registry import build_methods, layer_gradients, layers_of,
 from pipeline.methods.work import moment_width
 from pipeline.units.sharding import expert_parts
 
-TILE = 1024  # of stored moments, as `stores.statistics`
+TILE = 1024  # rows of a tile of a stored moment, as in `stores.statistics`
 MOMENT_BYTES = 8
 
 

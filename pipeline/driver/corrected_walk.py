@@ -154,7 +154,7 @@ class CorrectedWalk:
         return next((moments[OUTPUT_GRADIENT] for moments in having), None)
 
     def _drop_drafts(self, besides: Iterable[StagedLayer] = ()) -> None:
-        """Drop the drafts and statistics of entered layers. The drafts `besides` stay."""
+        """Drop the drafts and statistics of entered layers. Keep the drafts in `besides`."""
         self.stored.retain()
         layers = (staged_layer(self.session.journal, layer) for layer in range(self.job.num_layers))
         self.session.cleaner.retain_staged((*(staged for staged in layers if staged), *besides))

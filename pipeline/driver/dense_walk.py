@@ -30,8 +30,8 @@ from pipeline.units.units import Forward
 
 
 def layers_behind(workers: int) -> int:
-    """Return the largest number of layers that the pass can be ahead of the entered ones. The sums of two are leaving
-    the workers; for each worker, one more is being added, one solved and one written."""
+    """Return how many layers the pass may be ahead of the entered ones. The sums of two layers are leaving the
+    workers. For each worker, one more layer is being added, one solved and one written."""
     return 2 + 3 * max(1, workers)
 
 
@@ -137,7 +137,7 @@ class DenseWalk:
         self.session.observer.layer_done("statistics", layer, {})
 
     def _finish(self, layer: int) -> None:
-        """Mark a layer as independent of the pass."""
+        """Mark a layer as finished: it needs the pass no longer."""
         self.waiting.remove(layer)
         self._retain_inputs()
 

@@ -215,8 +215,8 @@ class Driver:
     def _batches(
         self, phase: str, tasks: Sequence[Task], key_of: Callable[[int], LedgerKey[Any]]
     ) -> Iterator[list[int]]:
-        """Yield the layers of tasks without an entry, in batches of one layer per worker; begins a phase if there are
-        any."""
+        """Yield the layers whose tasks have no entry yet, in batches of one layer per worker. Begin a phase if there
+        are any."""
         pending = [layer for layer in layers_of(tasks) if self.journal.get(key_of(layer)) is None]
         if pending:
             self.observer.phase(phase, len(pending), _groups(tasks, pending))

@@ -16,7 +16,7 @@ from pipeline.driver.session import Session
 from pipeline.methods.method import Moment
 from pipeline.units.units import Summable
 
-AHEAD = 3  # one more layer may be reduced at a time per this many workers
+AHEAD = 3  # workers for each further layer that may be reduced at the same time
 
 
 class LayersInFlight:

@@ -28,7 +28,7 @@ class Repairs:
         """`keys`: the keys of all entries that may name damaged data."""
         self.journal = journal
         self.observer = observer
-        self.counts: Counter[str] = Counter()  # by entry; "": losses since the last commit
+        self.counts: Counter[str] = Counter()  # repairs of each entry; "": losses since the last commit
         self.keys = keys
 
     def progress(self) -> None:

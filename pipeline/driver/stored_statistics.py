@@ -45,9 +45,9 @@ class StoredStatistics:
         return {moment: entered[moment.key] for moment in task.moments}
 
     def retain(self, also: Iterable[ArrayRecord] = ()) -> None:
-        """Drop the moments of finished layers, unless they are kept, and moments without an entry, which an
-        interruption has left, except `also`. Walks of mixed inputs keep all moments to the end, because a walk that
-        resumes solves the finished layers again."""
+        """Drop the moments of finished layers, unless the job keeps them. Also drop moments that an interruption has
+        left without an entry, except those in `also`. Walks of mixed inputs keep all moments to the end, because a
+        resumed walk solves the finished layers again."""
         live = [*also]
         mixed = any(map(trains_mixed, self.job.tasks)) and bool(self.session.uncompressed())
         kept = self.job.keep_statistics or mixed

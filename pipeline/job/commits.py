@@ -20,7 +20,7 @@ from pipeline.job.context import JobContext
 def commit_interval(job: JobContext, hardware: Mapping[str, str]) -> int:
     """Return `resume.every`, or for `auto` the number that the plan chose when the run directory was new.
 
-    `hardware`: of the workers (`workers.hardware`), whose rates the plan uses.
+    `hardware`: the workers' hardware (`workers.hardware`); the plan uses its rates.
     """
     every = job.manifest.resume.every
     if every != "auto":

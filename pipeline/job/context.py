@@ -61,7 +61,7 @@ class JobContext:
         stop: set by a signal, or when a lock is lost.
         started: time.monotonic().
         sources: the source of each calibration sample.
-        texts_read: counts of what was read of the texts for `calibration` and `evaluation`.
+        texts_read: counts of the documents and tokens read for `calibration` and `evaluation`.
         healing_text: the windows of `heal.text`; None: the calibration samples, or no healing.
         fingerprint_check: the state of the run directory when it was opened; `begin` makes it the job's.
         watch: detects changes of the files that the job reads and copies.
@@ -97,7 +97,7 @@ class JobContext:
 
     @property
     def name(self) -> str:
-        """The name of the run directory, as which the job appears in logs, metrics and Ray's dashboard."""
+        """The name of the run directory. Logs, metrics and Ray's dashboard call the job by it."""
         return PurePosixPath(self.manifest.run_dir).name
 
     @property
@@ -115,7 +115,7 @@ class JobContext:
         return [*dict.fromkeys(line for read in self.texts_read.values() for line in read.left_out())]
 
     def read_figures(self) -> dict[str, Any]:
-        """Return the counts of what was read of the texts, as JSON."""
+        """Return the counts of the documents and tokens read, as JSON."""
         skipped = {origin: count for read in self.texts_read.values() for origin, count in read.refused().items()}
         return {"skipped_rows": skipped, "texts_read": {use: read.as_json() for use, read in self.texts_read.items()}}
 
@@ -138,7 +138,7 @@ def open_job(
     """
     started, observer = time.monotonic(), JobObserver(quiet=quiet)
     observer.stage("checks")
-    map_large_tensors()  # memory that digests and copies take is returned, too
+    map_large_tensors()  # so that memory freed after digests and copies returns to the system
     inputs = read_inputs(manifest)
     text = read_text(inputs)
     if inputs.measures_sizes and text.held_out is None:
@@ -184,7 +184,7 @@ def with_samples(manifest: Manifest, samples: int) -> Manifest:
 def with_entered_samples(job: JobContext) -> JobContext:
     """Return the job with the number of samples that `samples: auto` has chosen; the job itself before the choice.
 
-    They are spread evenly over all that were drawn.
+    The chosen samples are spread evenly over all that were drawn.
     """
     calibration, entered = job.manifest.calibration, job.ledger.get(SAMPLES)
     if calibration is None or not calibration.chooses_samples or entered is None or job.tokens is None:
@@ -343,7 +343,7 @@ def _report_progress(job: JobContext) -> None:
 
 
 def _is_adaptable(manifest: Manifest, output_files: OutputFiles, differing: list[str]) -> bool:
-    """Return True if only fields differ that statistics do not depend on, so that later work alone can be undone.
+    """Return True if statistics depend on none of the fields that differ: then only later work has to be undone.
 
     Raises InputError if OUTPUT cannot be replaced then.
     """

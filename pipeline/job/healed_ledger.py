@@ -1,5 +1,5 @@
-"""The ledger of a job behind its healing: the entry of each layer names the healed one, and figures that compare both
-models are its own."""
+"""A view of a job's ledger after its healing: its layers are the healed ones, and it has its own figures that compare
+both models."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def _score_tasks(job: JobContext, key: LedgerKey[TaskScoreEntry], model: str, se
 
 
 def _every(job: JobContext) -> int:
-    """Return the number of layers between two commits of hidden states, as of the job's own passes."""
+    """Return the number of layers between two commits of hidden states, which is that of the job's own passes."""
     every, chosen = job.manifest.resume.every, job.ledger.get(SCHEDULE)
     return every if every != "auto" else chosen.every if chosen else 1
 

@@ -305,7 +305,7 @@ def _beyond_the_object_store(plan: Mapping[str, Any]) -> list[str]:
 
 
 def serving_line(serving: Mapping[str, Any]) -> str:
-    """Return the sum of the memory that serving takes, of a job with `budget.fit`."""
+    """Return a line that adds up the memory of serving, for a job with `budget.fit`."""
     parts = " + ".join(
         f"{name} {shown_bytes(serving[name])}" for name in ("weights", "cache", "activations", "overhead")
     )

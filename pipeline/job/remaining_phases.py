@@ -29,7 +29,7 @@ from pipeline.job.output_scores import dense_score_key
 from pipeline.methods.registry import layers_of
 from pipeline.ranks.calibration import OTHER_SIZES
 
-TRIED = 4  # sizes, about, in the search for the smallest one within a loss
+TRIED = 4  # a search for the smallest size within a loss tries about this many sizes
 WALK = ("statistics", "reduce", "solve", "round", "propagate")
 
 

@@ -28,7 +28,7 @@ __all__ = ["finish", "finished_summary", "heartbeat", "open_job", "recorded", "r
 
 
 def run_to_end(job: JobContext, address: str | None, connect_timeout_s: float) -> dict[str, Any]:
-    """Do what is missing of a job, and return its summary. Raises the errors of `pipeline.job.running.run_job`."""
+    """Do the remaining work of a job. Return its summary. Raises the errors of `pipeline.job.running.run_job`."""
     check_healing(job)
     summary, faults = finished_summary(job)
     finished = summary is not None and not faults and not healing_due(job)

@@ -26,7 +26,7 @@ from pipeline.reporting.summary import samples_line
 from pipeline.units.text_amount import MeasureText
 from stores.run_directory import MANIFEST
 
-ENOUGH = 0.01  # the rise of the held-out error, over that of all samples, that fewer samples may cause
+ENOUGH = 0.01  # fewer samples may raise the held-out error by this share of the error of all samples
 
 
 def choose_samples(job: JobContext, heartbeat: Heartbeat) -> JobContext:

@@ -108,7 +108,7 @@ class StoreCleaner:
         self._retained[store] = live
 
     def retain_staged(self, records: tuple[StagedRecord, ...]) -> None:
-        """Drop all staged layers but these, and those that an entry names, if of another point of a sweep."""
+        """Drop all staged layers but these and those that an entry names, also of another point of a sweep."""
         self.run_dir.sweep_staged((*records, *staged_layers(_whole(self.run_dir.ledger))))
 
 
@@ -135,8 +135,9 @@ class JobWorkers:
     def scorer(
         self, job: JobContext, scheduler: Scheduler | None = None, first: Callable[[], bool] = lambda: True
     ) -> Scorer:
-        """Return a scorer of models. `scheduler`: its background fibers score. They commit hidden states only when no
-        other fibers run, for the `first` of the models that are scored side by side."""
+        """Return a scorer of models. With `scheduler`, it scores in background fibers, and commits hidden states only
+        while no other fibers run. `first`: of the models that are scored side by side, only one may commit; returns
+        True once it is this one's turn."""
         runs, geometry = scheduler or Scheduler(self.pool, job.observer), job.inputs.geometry
         cleaner = StoreCleaner(job.run_dir, self.always, self.dropping, lambda: scheduler is None)
         alone = (lambda: runs.alone and first()) if scheduler else first
@@ -221,7 +222,7 @@ def _compare(job: JobContext, layers: LayersEntered) -> Coroutine[None]:
     """Compare the staged layers with the dense ones on a few tokens, and enter the figures: `verify` measures them
     again.
 
-    Some layers at a time, when they are staged; one after another, as the outputs of each enter the next.
+    Layers are compared once they are staged, some at a time, in order: the outputs of each enter the next.
     """
     if all(map(layers.is_final, range(len(layers)))) and _is_compared(job, layers):
         return

@@ -94,7 +94,7 @@ def _check_points(
     first = 0
     for point, inputs in zip(points, checked, strict=True):
         fields = semantic_fields(inputs)
-        methods = [{**entry, "refine": None} for entry in fields["methods"]]  # layers are trained behind their solve
+        methods = [{**entry, "refine": None} for entry in fields["methods"]]  # layers are trained after their solve
         of_curves = {name: value for name, value in fields.items() if name != "budget"} | {"methods": methods}
         swept.append(SweptPoint(point, inputs, first, _digest(fields), _digest(of_curves)))
         first += len(inputs.methods)

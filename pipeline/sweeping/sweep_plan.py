@@ -55,7 +55,7 @@ def sweep_report(sweep: Sweep, points: tuple[Point, ...], request: RateSource) -
         own["assemble"] = (
             seconds["assemble"] + seconds["verify"] + seconds.get("compare", 0.0) if point.point.save else 0.0
         )
-        if healing:  # and what is healed is scored again
+        if healing:  # healed points are scored again
             own |= {"heal": healing.seconds(rates, workers)["heal"], "score": 2 * own["score"]}
         rows.append(_row(point, sum(own.values())))
         if point.curves_digest not in curved:  # points with the same methods share their curves
