@@ -87,9 +87,9 @@ def _summed_features(geometry: Geometry, tasks: Sequence[Task]) -> int:
 def gradient_bytes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], itemsize: int) -> int:
     """Return the memory of the backward pass of a sample beside its layer; 0 without gradients.
 
-    It holds the values that a layer's backward pass needs, with the scores of attention, and the tensors to be summed: gradients
-    of several samples that wait for one product, and triangles. Behind the last layer the head is differentiated while
-    these values wait; then two more copies of the scores are needed.
+    It holds the values that a layer's backward pass needs, with the scores of attention, and the tensors to be summed:
+    gradients of several samples that wait for one product, and triangles. After the last layer, the head is
+    differentiated while these values wait; then two more copies of the scores are needed.
     """
     asking = [geometry.layers[index] for index in layers_of(tasks) if layer_gradients(tasks, index)]
     if manifest.calibration is None or not asking:
