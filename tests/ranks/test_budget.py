@@ -153,7 +153,7 @@ def test_bad_knobs_and_wants() -> None:
     with pytest.raises(ValueError, match=r"two variables are called \(1, 'mlp', 'mlp'\)"):
         fit_ranks([variable, variable], {variable.key: 1.0}, 3)
     for targets in ({}, {variable.key: math.nan}, {variable.key: -1.0}):
-        with pytest.raises(ValueError, match=r"\(1, 'mlp', 'mlp'\): the limit rank must be finite"):
+        with pytest.raises(ValueError, match=r"\(1, 'mlp', 'mlp'\): the target rank must be finite"):
             fit_ranks([variable], targets, 3)
     for cap, multiple in ((0, 1), (1, 0)):
         with pytest.raises(ValueError, match="must be at least 1"):
@@ -185,7 +185,7 @@ def test_only_proportions_of_the_targets_count() -> None:
     expected = fit_ranks(variables, targets, 400)
     for scale in (1e-6, 1e-3, 30.0):
         assert fit_ranks(variables, {key: scale * want for key, want in targets.items()}, 400) == expected
-    with pytest.raises(ValueError, match="the limit rank must be finite"):
+    with pytest.raises(ValueError, match="the target rank must be finite"):
         fit_ranks(variables, {key: math.inf for key in targets}, 400)
 
 
@@ -200,7 +200,7 @@ def test_steps_are_compared_by_what_one_costs(offset: float) -> None:
 
 @pytest.mark.slow
 def test_steps_are_taken_as_the_docstring_says() -> None:
-    """Alike variables: up goes the one furthest below its limit relative to its cap, down the one furthest above."""
+    """Alike variables: up goes the one furthest below its target relative to its cap, down the one furthest above."""
     dice = random.Random(4)
     for _ in range(200):
         variables = [RankVariable(layer, "mlp", "mlp", dice.choice([7, 20, 90]), 1, linear(1)) for layer in range(5)]
