@@ -176,7 +176,7 @@ class ScheduleEntry(Record):
     every: PositiveInt
 
 
-class TargetEntry(Record):
+class TriedSizeEntry(Record):
     """The size, in thousandths of `keep`, that is being tried for a budget by loss."""
 
     size: Annotated[int, Field(ge=1, le=1000)]
@@ -385,7 +385,7 @@ KINDS: Mapping[str, TypeAdapter[Any]] = {
         "samples": SamplesEntry,
         "texts": TextsEntry,
         "schedule": ScheduleEntry,
-        "target": TargetEntry,
+        "target": TriedSizeEntry,
         "tries": TryEntry,
         "held_out": HeldOutEntry,
         "held_out_score": HeldOutScoreEntry,

@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class FusedPart:
     """A matrix or a bias inside of a stored tensor.
 
     Attributes:
@@ -65,12 +65,12 @@ class Fused(NamedTuple):
     """A stored tensor of several parts, and its shape."""
 
     shape: Shape
-    parts: tuple[Part, ...]
+    parts: tuple[FusedPart, ...]
 
 
 def stacked(
     shapes: Mapping[str, Shape], begin: int = 0, interleaved: bool = False, transposed: bool = False
-) -> tuple[Part, ...]:
+) -> tuple[FusedPart, ...]:
     """Return the parts of a block that holds the rows of some matrices, or numbers of biases.
 
     Args:
@@ -83,29 +83,29 @@ def stacked(
     inner = next(iter(shapes.values()))[1:]
     turned = transposed and bool(inner)
     block, axis = ((*inner, rows), 1) if turned else ((rows, *inner), 0)
-    parts: list[Part] = []
+    parts: list[FusedPart] = []
     row = 0
     for place, (name, shape) in enumerate(shapes.items()):
         if interleaved or turned:
             first, step = (place, len(shapes)) if interleaved else (row, 1)
-            parts.append(Part(name, shape, begin, block, axis, first, step, turned))
+            parts.append(FusedPart(name, shape, begin, block, axis, first, step, turned))
         else:
-            parts.append(Part(name, shape, begin + row * math.prod(inner), shape))
+            parts.append(FusedPart(name, shape, begin + row * math.prod(inner), shape))
         row += shape[0]
     return tuple(parts)
 
 
-def by_groups(shapes: Mapping[str, Shape], groups: int) -> tuple[Part, ...]:
+def by_groups(shapes: Mapping[str, Shape], groups: int) -> tuple[FusedPart, ...]:
     """Return the parts of a tensor that holds the first group of rows of each matrix, then the second, and so on.
 
     `shapes`: name -> shape of each, in the order inside of a group.
     """
     inner = next(iter(shapes.values()))[1:]
     block = (groups, sum(shape[0] for shape in shapes.values()) // groups, *inner)
-    parts: list[Part] = []
+    parts: list[FusedPart] = []
     row = 0
     for name, shape in shapes.items():
-        parts.append(Part(name, shape, 0, block, axis=1, first=row, groups=groups))
+        parts.append(FusedPart(name, shape, 0, block, axis=1, first=row, groups=groups))
         row += shape[0] // groups
     return tuple(parts)
 

@@ -1,7 +1,7 @@
 """Records of committed data: typed, frozen JSON objects inside the entries of `manifests.entries`. docs/formats.md.
 
-`stores.ledger` reads and writes them: a `Key[DenseEntry]` gives a `DenseEntry`. An object that is read from disk is
-checked against its class once.
+`stores.ledger` reads and writes them: a `LedgerKey[DenseEntry]` gives a `DenseEntry`. An object that is read from disk
+is checked against its class once.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Perplexity = Annotated[
 ]
 
 
-class Key(str, Generic[E]):
+class LedgerKey(str, Generic[E]):
     """The name of a ledger entry of type E."""
 
     __slots__ = ()

@@ -17,7 +17,7 @@ from typing import Any
 
 from manifests.entries import PointEntry
 from manifests.errors import StorageError
-from manifests.records import Key
+from manifests.records import LedgerKey
 from pipeline.console.arguments import parser, run_command
 from pipeline.console.wrapping import say
 from pipeline.driver.ledger_keys import COMPLETE, HEALING, HELD_OUT_SCORE, POINTS, RESULT, TEXTS, point_part
@@ -94,7 +94,7 @@ def _points(run_dir: RunDirectory) -> dict[str, int] | None:
     job."""
     if (entry := run_dir.ledger.get(POINTS)) is None:
         return None
-    keys: list[Key[PointEntry]] = [Key(f"{point_part(digest)}/{RESULT}") for digest in entry.digests]
+    keys: list[LedgerKey[PointEntry]] = [LedgerKey(f"{point_part(digest)}/{RESULT}") for digest in entry.digests]
     results = [run_dir.ledger.get(key) for key in keys]
     points = run_dir.read_points()
     heals = [point.manifest.heal is not None for point in points] or [False] * len(results)

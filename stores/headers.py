@@ -17,7 +17,7 @@ import torch
 
 from lamina.stored_lamina import StoredFormat
 from manifests.errors import InputError
-from manifests.parts import Part
+from manifests.parts import FusedPart
 from stores.backend import Ranges
 from stores.storage import Place, open_storage
 
@@ -64,7 +64,7 @@ class TensorRecord:
     file: str
     begin: int
     end: int
-    part: Part | None = None
+    part: FusedPart | None = None
     form: StoredFormat | None = None
     parts: tuple[tuple[str, TensorRecord], ...] = ()
 

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from manifests.entries import KINDS
 from manifests.errors import InputError, StorageError
-from manifests.records import E, Key, Record
+from manifests.records import E, LedgerKey, Record
 from stores.lock import RunLock
 from stores.storage import Place, open_storage
 from stores.threads import parallel_map
@@ -55,7 +55,7 @@ class Ledger:
         self._written: dict[str, bytes] = {}  # by name: committed by this process, not read yet
         self._listed: tuple[str, Listing] | None = None  # the lock's owner, and the entries it listed
 
-    def commit(self, key: Key[E], record: E) -> None:
+    def commit(self, key: LedgerKey[E], record: E) -> None:
         """Make `record` the current one of `key`, durably; then remove older generations.
 
         Raises:
@@ -73,7 +73,7 @@ class Ledger:
         if key in self._listing():
             self._append(key, None)
 
-    def get(self, key: Key[E]) -> E | None:
+    def get(self, key: LedgerKey[E]) -> E | None:
         """Return the record of `key`; None if it was never committed, was retracted, or is damaged (with a warning).
 
         Raises:
@@ -83,13 +83,13 @@ class Ledger:
         record: E | None = self._retry_dropped(lambda listing: self._record(listing.get(key, {})), repr(key))
         return record
 
-    def keys(self, prefix: str = "") -> list[Key[Any]]:
+    def keys(self, prefix: str = "") -> list[LedgerKey[Any]]:
         """Return the committed keys that begin with `prefix`, ascending."""
 
-        def committed(listing: Listing) -> list[Key[Any]]:
+        def committed(listing: Listing) -> list[LedgerKey[Any]]:
             matches = {key: names for key, names in listing.items() if key.startswith(prefix)}
             self._read_ahead([names[max(names)] for names in matches.values()])
-            return sorted(Key(key) for key, names in matches.items() if self._record(names) is not None)
+            return sorted(LedgerKey(key) for key, names in matches.items() if self._record(names) is not None)
 
         return self._retry_dropped(committed, f"{prefix!r} and on")
 
@@ -213,19 +213,19 @@ class LedgerView(Ledger):
         self.own = own
         self.elsewhere = elsewhere
 
-    def commit(self, key: Key[E], record: E) -> None:
+    def commit(self, key: LedgerKey[E], record: E) -> None:
         self.whole.commit(self._stored_key(key), record)
 
     def retract(self, key: str) -> None:
-        self.whole.retract(self._stored_key(Key(key)))
+        self.whole.retract(self._stored_key(LedgerKey(key)))
 
-    def get(self, key: Key[E]) -> E | None:
+    def get(self, key: LedgerKey[E]) -> E | None:
         return self.whole.get(self._stored_key(key))
 
-    def keys(self, prefix: str = "") -> list[Key[Any]]:
+    def keys(self, prefix: str = "") -> list[LedgerKey[Any]]:
         """Return the view's own keys that begin with `prefix`, ascending."""
         start = f"{self.own}/"
-        return [Key(key.removeprefix(start)) for key in self.whole.keys(start + prefix)]
+        return [LedgerKey(key.removeprefix(start)) for key in self.whole.keys(start + prefix)]
 
     def sweep(self) -> None:
         """Sweep the whole ledger."""
@@ -236,9 +236,9 @@ class LedgerView(Ledger):
         for key in self.keys():
             self.retract(key)
 
-    def _stored_key(self, key: Key[E]) -> Key[E]:
+    def _stored_key(self, key: LedgerKey[E]) -> LedgerKey[E]:
         prefix = self.elsewhere.get(key.partition("/")[0], self.own)
-        return Key(f"{prefix}/{key}") if prefix else key
+        return LedgerKey(f"{prefix}/{key}") if prefix else key
 
 
 class _DamagedError(Exception):

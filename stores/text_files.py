@@ -27,8 +27,8 @@ BYTE_ORDER_MARK = "\ufeff"
 FIRST_ROWS = 16  # of a Parquet file, which show the fields to read
 
 
-class Part(NamedTuple):
-    """The part of a file between two shares of its length."""
+class FileSpan(NamedTuple):
+    """A part of a file, between two shares of its length."""
 
     begin: float
     end: float
@@ -39,7 +39,7 @@ class Part(NamedTuple):
         return (self.begin, self.end) == (0.0, 1.0)
 
     def has(self, position: int, length: int) -> bool:
-        """True if a document that begins at `position` of `length` is in this part."""
+        """True if a document that begins at `position` of `length` is in this span."""
         return self.begin <= position / length < self.end
 
 
@@ -51,12 +51,12 @@ def file_documents(
     `readings`: gets the counts of each file. `template`: writes conversations; without one they are refused.
 
     Raises:
-        InputError: a file is missing, damaged, of an unknown kind, not UTF-8, has no text in this part, or lacks the
+        InputError: a file is missing, damaged, of an unknown kind, not UTF-8, has no text in this span, or lacks the
             field.
         StorageError: a file cannot be read.
     """
-    part = Part(text.begin, text.end)
-    where = "" if part.is_whole else f" between {part.begin:g} and {part.end:g} of its length"
+    span = FileSpan(text.begin, text.end)
+    where = "" if span.is_whole else f" between {span.begin:g} and {span.end:g} of its length"
     for name in text.files or ():
         storage, file_name = open_file(name)
         _check_exists(name, storage, file_name)
@@ -66,7 +66,7 @@ def file_documents(
             readings.append(reading)
         with storage.reader(file_name) as file:
             opened = _Packed(name, packing, file) if packing else _Plain(file)
-            rows = reader(name, opened, text, part)
+            rows = reader(name, opened, text, span)
             plain = text.model_copy(update={"field": None}) if reader is _read_txt else text
             yield from documents_of(rows, RowTexts(plain, template), reading)
         if reading.documents == reading.empty:
@@ -127,14 +127,14 @@ class _Packed(UnpackedFile):
             return stream.read()
 
 
-_Reader = Callable[[str, "_Plain | _Packed", Text, Part], Iterator[Row]]
+_Reader = Callable[[str, "_Plain | _Packed", Text, FileSpan], Iterator[Row]]
 
 
-def _read_txt(path: str, file: _Plain | _Packed, text: Text, part: Part) -> Iterator[Row]:
+def _read_txt(path: str, file: _Plain | _Packed, text: Text, span: FileSpan) -> Iterator[Row]:
     if text.has_conversations:
         raise InputError(f"text file {path}: plain text; conversations are read from .jsonl, .json and .parquet files")
     content = _decode(path, file.whole()).replace("\r\n", "\n").replace("\r", "\n")
-    yield Row("", content[_line_end(content, part.begin) : _line_end(content, part.end)])
+    yield Row("", content[_line_end(content, span.begin) : _line_end(content, span.end)])
 
 
 def _line_end(text: str, share: float) -> int:
@@ -143,27 +143,27 @@ def _line_end(text: str, share: float) -> int:
     return position if position in (0, len(text)) else text.find("\n", position) + 1 or position
 
 
-def _read_jsonl(path: str, file: _Plain | _Packed, _text: Text, part: Part) -> Iterator[Row]:
-    offset, size = 0, 0 if part.is_whole else file.size
+def _read_jsonl(path: str, file: _Plain | _Packed, _text: Text, span: FileSpan) -> Iterator[Row]:
+    offset, size = 0, 0 if span.is_whole else file.size
     with file.stream() as stream:
         for number, line in enumerate(stream, start=1):
             where = f"line {number}"
             text = _decode(path, line, offset)
             begin, offset = offset, offset + len(line)
-            if text.strip() and (part.is_whole or part.has(begin, size)):
+            if text.strip() and (span.is_whole or span.has(begin, size)):
                 yield Row(where, _parse(path, where, text))
 
 
-def _read_json(path: str, file: _Plain | _Packed, _text: Text, part: Part) -> Iterator[Row]:
+def _read_json(path: str, file: _Plain | _Packed, _text: Text, span: FileSpan) -> Iterator[Row]:
     content = _parse(path, "the file", _decode(path, file.whole()))
     if not isinstance(content, list):
         raise InputError(f"text file {path}: a JSON {type(content).__name__}, expected a list of strings or objects")
     for number, item in enumerate(content):
-        if part.has(number, len(content)):
+        if span.has(number, len(content)):
             yield Row(f"item {number}", item)
 
 
-def _read_parquet(path: str, source: _Plain | _Packed, text: Text, part: Part) -> Iterator[Row]:
+def _read_parquet(path: str, source: _Plain | _Packed, text: Text, span: FileSpan) -> Iterator[Row]:
     import pyarrow.parquet
 
     assert isinstance(source, _Plain)
@@ -173,7 +173,7 @@ def _read_parquet(path: str, source: _Plain | _Packed, text: Text, part: Part) -
             rows = count()
             for batch in file.iter_batches(batch_size=1024, columns=columns):
                 for place, number in zip(range(batch.num_rows), rows, strict=False):
-                    if part.has(number, file.metadata.num_rows):
+                    if span.has(number, file.metadata.num_rows):
                         values = zip(batch.schema.names, batch.columns, strict=True)
                         item = {name: _python_value(path, number, column[place]) for name, column in values}
                         yield Row(f"row {number}", item, null_filled=True)

@@ -6,12 +6,12 @@ import math
 from dataclasses import replace
 
 from lamina.stored_lamina import WORD_BITS, StoredFormat
-from manifests.parts import Part
+from manifests.parts import FusedPart
 from stores.format_methods import WEIGHT
 from stores.headers import TensorRecord
 
 
-def cut(record: TensorRecord, part: Part) -> TensorRecord:
+def cut(record: TensorRecord, part: FusedPart) -> TensorRecord:
     """Return the record of a part of a weight. Its stored parts are cut to its rows if the format allows it; whole rows
     in their order can then stay in the format."""
     if record.form is not None and record.form.kind == "mxfp4":
@@ -31,7 +31,7 @@ def cut(record: TensorRecord, part: Part) -> TensorRecord:
     return replace(cut_record, part=of_rows, parts=tuple(rows.items()))
 
 
-def _cut_expert(record: TensorRecord, part: Part) -> TensorRecord:
+def _cut_expert(record: TensorRecord, part: FusedPart) -> TensorRecord:
     """Return the record of a matrix of one of the fused experts (E, I, O), whose rows are in stored order or take
     turns with those of another."""
     experts, inputs, rows = record.shape
@@ -41,7 +41,7 @@ def _cut_expert(record: TensorRecord, part: Part) -> TensorRecord:
     for key, at in record.parts:
         size, shape = at.num_bytes // experts, (part.shape[0], *at.shape[2:])
         name, begin = f"{path}.{key}", at.begin + expert * size
-        within = Part(name, shape, 0, at.shape[1:], first=part.first, step=part.step)
+        within = FusedPart(name, shape, 0, at.shape[1:], first=part.first, step=part.step)
         view = None if within.is_whole_block else within
         cut_parts[key] = replace(at, name=name, shape=shape, begin=begin, end=begin + size, part=view)
     begin, end = (getattr(cut_parts["weight_blocks"], name) for name in ("begin", "end"))

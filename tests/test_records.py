@@ -27,7 +27,7 @@ from manifests.records import (
     ArrayRecord,
     Curve,
     FormSpec,
-    Key,
+    LedgerKey,
     Record,
     Scheme,
     ShardRecord,
@@ -130,5 +130,5 @@ def test_columns_of_a_curve() -> None:
 def test_keys_are_names() -> None:
     keys = [dense_key(3), layer_key(12), rest_key("model-00002-of-00003"), score_key("dense", "ab"), RANKS, COMPLETE]
     assert keys == ["dense/00003", "layer/00012", "rest/model-00002-of-00003", "score/dense/ab", "ranks", "complete"]
-    assert all(isinstance(key, Key) for key in keys)
+    assert all(isinstance(key, LedgerKey) for key in keys)
     assert pickle.loads(pickle.dumps(keys)) == keys

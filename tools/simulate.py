@@ -13,7 +13,7 @@ from typing import Any
 
 from manifests.loading import parse_manifest
 from manifests.schema import Manifest
-from pipeline.cost_model.passes import gradient_tokens, pass_of
+from pipeline.cost_model.passes import gradient_tokens, planned_passes
 from pipeline.cost_model.phases import phase_seconds
 from pipeline.cost_model.rates import Rates, rates_of
 from pipeline.cost_model.work import LayerWork, layer_work
@@ -71,11 +71,11 @@ def predict(
     `failures_s`: times at which one worker after another dies; each is replaced as soon as another has started.
     """
     manifest, shape = job_of(propagate, keep, **entry), geometry(model)
-    way = pass_of(manifest, shape, claim_tasks(build_methods(manifest), shape))
-    way = replace(way, workers=workers, cached=cached, offload=False)
+    passes = planned_passes(manifest, shape, claim_tasks(build_methods(manifest), shape))
+    passes = replace(passes, workers=workers, cached=cached, offload=False)
     work = work_of(model, propagate, **entry)
     failures = [Failure(at, number % workers) for number, at in enumerate(failures_s)]
-    return simulate(list(job_units(work, rates, way)), workers, failures), phase_seconds(work, rates, way)
+    return simulate(list(job_units(work, rates, passes)), workers, failures), phase_seconds(work, rates, passes)
 
 
 def rows(rates: Rates, failures_s: Sequence[float] = ()) -> Iterator[str]:

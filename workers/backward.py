@@ -24,7 +24,7 @@ from workers.copies import HiddenReader
 from workers.device_settings import tensor_cores
 from workers.differentiable import LayerGradients, residual_dtype
 from workers.embedding_and_head import head
-from workers.forward_pass import CalibrationPass
+from workers.forward_pass import CalibrationRunner
 from workers.gradient_samples import GradientOf, GradientSamples, SamplesState
 from workers.sums import Squares
 from workers.tapped_layer import Taps
@@ -33,7 +33,7 @@ ROWS_PER_HEAD = 256
 LINEAGE = Backward.lineage
 
 
-class BackwardPass(CalibrationPass):
+class BackwardRunner(CalibrationRunner):
     """Runs a worker's `Backward` units."""
 
     def run(self, unit: Backward) -> ShardDone:
@@ -129,7 +129,7 @@ class BackwardPass(CalibrationPass):
         part: int | None,
         grid: int | None = None,
     ) -> Iterator[Tensor]:
-        """Yield the gradients (S, D) at the layer's inputs for each sample, behind its first part. `grid`: see
+        """Yield the gradients (S, D) at the layer's inputs for each sample, after its first part. `grid`: see
         `_samples`."""
         samples = self._samples(unit, layer, taps, part, grid)
         if grid is None and (samples.parts == 1 or part == 0):

@@ -27,7 +27,7 @@ from workers.tensor_transfer import get_available
 from workers.written_tensors import WrittenTensors
 
 
-class CalibrationPass:
+class CalibrationRunner:
     """Runs units of a worker on calibration shards."""
 
     def __init__(
@@ -53,7 +53,7 @@ class CalibrationPass:
 class CalibrationShard(Shard):
     """A shard of the calibration samples."""
 
-    def __init__(self, owner: CalibrationPass, lineage: str, number: int, models: int = 1) -> None:
+    def __init__(self, owner: CalibrationRunner, lineage: str, number: int, models: int = 1) -> None:
         """`models`: the number of models whose hidden states are side by side."""
         setup, self.owner = owner.setup, owner
         samples, sequence, features = setup.shard_shape(number)
@@ -66,7 +66,7 @@ class CalibrationShard(Shard):
         return self.owner.tokens(first + start, first + stop)
 
 
-class ForwardPass(CalibrationPass):
+class ForwardRunner(CalibrationRunner):
     """Runs a worker's `Forward` units."""
 
     def run(self, unit: Forward) -> ShardDone:

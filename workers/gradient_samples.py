@@ -71,8 +71,8 @@ class SamplesState:
         return self.get(MIXED) is not None
 
     def passed(self, parts: int, after: int) -> int | None:
-        """Return how many of a layer's last parts the samples have passed, of those from `after` on. None: they have
-        not gone back through the shared expert, either.
+        """Return how many of a layer's parts from `after` on the samples have gone back through; 0: only the shared
+        expert; None: not even that.
 
         `parts`: the number of the layer's parts.
         """
@@ -110,7 +110,7 @@ class GradientSamples:
         (S, D) at the layer's inputs.
 
         The last part also goes back through the shared expert, the first one through router and attention. Parts
-        behind this one are passed first, without `take`, if the samples have not passed them.
+        after this one are passed first, without `take`, if the samples have not passed them.
 
         Args:
             take: receives the gradients of each sample at the points of the part.

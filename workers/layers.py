@@ -38,7 +38,7 @@ Shared = Callable[[], Mapping[str, Tensor]]  # returns source tensors that other
 Read = Callable[[list[str]], dict[str, Tensor]]
 Tensors = Callable[[Callable[[str], bool]], Mapping[str, Tensor]]  # returns the tensors whose names pass the filter
 BlockKey = tuple[int, str]  # layer, and which version of its weights
-SliceKey = tuple[BlockKey, int, bool]  # of a block the slice of experts, and whether with what is outside of them
+SliceKey = tuple[BlockKey, int, bool]  # block, slice of its experts, and True with the tensors outside of experts
 
 
 class LayerReader:
@@ -265,7 +265,7 @@ class LayerReader:
     ) -> None:
         """Start to read a layer's tensors in the background, dense or staged, and to copy them to the device.
 
-        Do nothing for a layer behind the last. `shared` returns source tensors that were read once for all nodes.
+        Do nothing for a layer after the last. `shared` returns source tensors that were read once for all nodes.
         `back`: begin with the last slice of its experts.
         """
         if layer is None or layer >= self.setup.geometry.num_layers:

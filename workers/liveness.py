@@ -18,7 +18,7 @@ from manifests.errors import WorkerError
 
 ANSWER_SECONDS = 1.0  # how soon a signal is noticed
 CHECK_SECONDS = 1.0
-PATIENCE_SECONDS = 45.0  # the head may be restarted within
+PATIENCE_SECONDS = 45.0  # within this time the head may be restarted
 GONE = (errno.ECONNREFUSED, errno.ENOENT)  # no process listens at the socket, or its folder was removed
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HTTP2_SETTINGS = b"\0\0\0\4\0\0\0\0\0"  # an empty frame; its fourth byte is the type

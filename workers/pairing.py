@@ -21,7 +21,7 @@ from pipeline.units.units import Pair, ShardDone
 from workers.branched_layer import Places
 from workers.copies import HiddenReader
 from workers.device_settings import tensor_cores
-from workers.forward_pass import CalibrationPass, CalibrationShard
+from workers.forward_pass import CalibrationRunner, CalibrationShard
 from workers.layers import LayerReader
 from workers.shards import Read
 from workers.sums import Squares
@@ -69,7 +69,7 @@ class PairedLayer:
 class PairedShard(CalibrationShard):
     """A calibration shard on its way through both models."""
 
-    def __init__(self, owner: PairPass, unit: Pair) -> None:
+    def __init__(self, owner: PairRunner, unit: Pair) -> None:
         super().__init__(owner, unit.lineage, unit.shard, models=2)
         self.packed, self.unit = owner.packed, unit
 
@@ -85,7 +85,7 @@ class PairedShard(CalibrationShard):
         return PairedLayer(dense, packed, both_dense=self.unit.both_dense)
 
 
-class PairPass(CalibrationPass):
+class PairRunner(CalibrationRunner):
     """Runs a worker's `Pair` units, and holds a compressed layer in addition to the worker's dense one."""
 
     @cached_property

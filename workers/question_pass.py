@@ -18,10 +18,10 @@ from pipeline.units.scores import Score, WindowForward
 from workers.branched_layer import Places
 from workers.copies import HiddenReader
 from workers.embedding_and_head import head
-from workers.score_pass import ROWS_PER_LOGITS, ScorePass, WindowShard
+from workers.score_pass import ROWS_PER_LOGITS, ScoreRunner, WindowShard
 
 
-class QuestionPass(ScorePass):
+class QuestionRunner(ScoreRunner):
     """Runs a worker's units on windows, of one length or of several."""
 
     def shard(self, unit: WindowForward | Score) -> WindowShard:

@@ -35,13 +35,13 @@ from stores.staging import read_staged
 from workers.config import WorkerConfig
 from workers.differentiable import residual_dtype
 from workers.layers import LayerReader
-from workers.solving import GroupProblem, Solved, named_solution
+from workers.solving import GroupProblem, NamedSolution, named_solution
 from workers.tapped_layer import TappedLayer, overflow_advice
 
 RATES = (3e-3, 7.5e-4)  # the change of a matrix in a step, relative to the matrix; tried in this order
 
 
-class RefinePass:
+class RefineRunner:
     """Runs a worker's `Refine` units."""
 
     def __init__(
@@ -62,14 +62,14 @@ class RefinePass:
         self.statistics = statistics
         self.computing = computing
 
-    def run(self, unit: Refine) -> tuple[list[Solved], RefinedFigures]:
+    def run(self, unit: Refine) -> tuple[list[NamedSolution], RefinedFigures]:
         """Train a layer. Return the trained groups, and the figures of the training.
 
         Raises CorruptError if the staged layer, the stored hidden states or the moment of the gradient are damaged, and
         NumericsError if the initial error is not finite.
         """
         self.layers.release_layer()
-        targets, settings = Targets(self.store, unit.targets, self.setup), unit.groups[0].task.refine
+        targets, settings = RefinementData(self.store, unit.targets, self.setup), unit.groups[0].task.refine
         assert settings is not None
         seed = self.setup.manifest.seed if self.setup.manifest else 0
         training = replace(
@@ -133,7 +133,7 @@ class RefinePass:
         dtypes = {name.removeprefix(geometry.prefix): DTYPES[unit.staged.tensors[name].dtype] for name in names}
         return {name: dtype for name, dtype in dtypes.items() if dtype.is_floating_point}
 
-    def _solved(self, unit: Refine, group: SolvedGroup, layer: TrainedLayer, targets: Targets) -> Solved:
+    def _solved(self, unit: Refine, group: SolvedGroup, layer: TrainedLayer, targets: RefinementData) -> NamedSolution:
         """Return a group with its trained tensors. With `quantize`, round them by the moments of their inputs."""
         geometry, state = self.setup.geometry.layers[unit.layer], layer.state()
         names = group_tensors(unit.staged, group, geometry)
@@ -146,7 +146,7 @@ class RefinePass:
         return named_solution(problem, group.ranks, {}, solution)
 
 
-class Targets:
+class RefinementData:
     """The dense layer's outputs and the compressed model's inputs of all samples, in float32 or better."""
 
     def __init__(self, store: ActivationStore, records: Sequence[ArrayRecord], setup: WorkerConfig) -> None:
@@ -193,7 +193,7 @@ class TrainedLayer:
         self.half_precision = block.device.type == "cuda" and stored.itemsize == 2
 
     def train_(
-        self, targets: Targets, training: Training, gradient_DD: Tensor | None = None
+        self, targets: RefinementData, training: Training, gradient_DD: Tensor | None = None
     ) -> tuple[Trained, float, float]:
         """Train the tensors. Return the result, and the relative errors before and after it on as many training samples
         as are held out.
@@ -213,7 +213,7 @@ class TrainedLayer:
         return trained, before, self._mean_error(targets, measured, metric_DD) / scale
 
     @torch.no_grad()
-    def _metric(self, targets: Targets, samples: Sequence[int], gradient_DD: Tensor) -> Tensor | None:
+    def _metric(self, targets: RefinementData, samples: Sequence[int], gradient_DD: Tensor) -> Tensor | None:
         """Return the metric ½ (I + c G) of the errors, or None if a mean error of the samples is zero or not finite."""
         gradient_DD = (gradient_DD / gradient_DD.diagonal().mean()).to(targets.device, targets.dtype)
         plain = weighted = 0.0
@@ -232,7 +232,7 @@ class TrainedLayer:
         """Return the layer's tensors, by their stored names below the layer."""
         return {name: values.detach() for name, values in stored_state(self.block.module).items()}
 
-    def moment(self, targets: Targets, role: str) -> Tensor:
+    def moment(self, targets: RefinementData, role: str) -> Tensor:
         """Return the second moment (F, F) per token, float64, of the inputs of a role's module on all samples."""
         total: Tensor | None = None
         tokens = 0
@@ -265,20 +265,20 @@ class TrainedLayer:
     def _computing(self) -> AbstractContextManager[Any]:
         return torch.autocast("cuda", torch.bfloat16) if self.half_precision else nullcontext()
 
-    def _difference(self, targets: Targets, samples: Sequence[int]) -> Tensor:
+    def _difference(self, targets: RefinementData, samples: Sequence[int]) -> Tensor:
         """Return the difference (B, S, D) of the layer's outputs to their targets."""
         input_BSD, target_BSD = targets.read(samples)
         return self._forward(input_BSD) - target_BSD
 
-    def _error(self, targets: Targets, samples: Sequence[int], metric_DD: Tensor | None = None) -> Tensor:
+    def _error(self, targets: RefinementData, samples: Sequence[int], metric_DD: Tensor | None = None) -> Tensor:
         return _quadratic_form(self._difference(targets, samples), metric_DD)
 
     @torch.no_grad()
-    def _mean_error(self, targets: Targets, samples: Sequence[int], metric_DD: Tensor | None = None) -> float:
+    def _mean_error(self, targets: RefinementData, samples: Sequence[int], metric_DD: Tensor | None = None) -> float:
         return sum(float(self._error(targets, [sample], metric_DD)) for sample in samples) / len(samples)
 
     @torch.no_grad()
-    def _mean_square(self, targets: Targets, samples: Sequence[int]) -> float:
+    def _mean_square(self, targets: RefinementData, samples: Sequence[int]) -> float:
         return sum(float(targets.read([sample])[1].square().mean()) for sample in samples) / len(samples)
 
 

@@ -69,7 +69,7 @@ def _divergence_and_losses(dense_TV: Tensor, compressed_TV: Tensor, target_T: Te
     return torch.stack([divergence_T, *losses])
 
 
-class ScorePass:
+class ScoreRunner:
     """Runs a worker's `WindowForward` and `Score` units, in the dtype of the windows."""
 
     def __init__(
@@ -151,7 +151,7 @@ class ScorePass:
 class WindowShard(Shard):
     """The windows of one unit."""
 
-    def __init__(self, owner: ScorePass, unit: WindowForward | Score) -> None:
+    def __init__(self, owner: ScoreRunner, unit: WindowForward | Score) -> None:
         self.owner = owner
         self.unit = unit
         setup = owner.setup

@@ -35,7 +35,7 @@ Computing = Callable[[], AbstractContextManager[None]]
 
 
 class Layer(Protocol):
-    """A layer on the device, such as `TappedLayer`, whose attributes and methods these are."""
+    """A layer on the device, as a `Shard` uses it; `TappedLayer` is one."""
 
     index: int
     parts: int
@@ -223,7 +223,7 @@ class PartedPass:
         return (self.shard.lineage, self.layer.index, self.shard.number, (self.version, stage))
 
     def _stream(self, *, again: bool) -> HiddenReader:
-        """Return the residual stream behind the attention. `again`: compute it for its taps even if it is held."""
+        """Return the residual stream after the attention. `again`: compute it for its taps even if it is held."""
         held = self.hidden.get(self.key(STREAM))
         if held is not None and not again:
             return held

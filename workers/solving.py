@@ -31,7 +31,7 @@ from workers.streamed_weights import StreamedWeights
 from workers.tensor_transfer import TensorTransfer
 
 # Factors by their names in the checkpoint, their solution, and the schemes of rounded matrices by module path.
-Solved = tuple[Mapping[str, Tensor], Solution, dict[str, Scheme]]
+NamedSolution = tuple[Mapping[str, Tensor], Solution, dict[str, Scheme]]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,9 @@ class GroupProblem:
         return replace(self, group=self.group.given(weights, statistics))
 
 
-def solve_group(problem: GroupProblem, ranks: Ranks, before: Mapping[str, Tensor] = MappingProxyType({})) -> Solved:
+def solve_group(
+    problem: GroupProblem, ranks: Ranks, before: Mapping[str, Tensor] = MappingProxyType({})
+) -> NamedSolution:
     """Solve one group at some ranks.
 
     `before`: factors from the group's last correction. This correction replaces those of the roles that it changes.
@@ -67,7 +69,7 @@ def solve_group(problem: GroupProblem, ranks: Ranks, before: Mapping[str, Tensor
     return named_solution(problem, ranks, before, solution)
 
 
-def solve_sizes(problem: GroupProblem, sizes: Sequence[Ranks]) -> Iterator[Solved]:
+def solve_sizes(problem: GroupProblem, sizes: Sequence[Ranks]) -> Iterator[NamedSolution]:
     """Yield the solution of a group at each of several ranks, without a correction."""
     if problem.group.statistics.unseen:
         yield from (solve_group(problem, ranks) for ranks in sizes)
@@ -76,7 +78,9 @@ def solve_sizes(problem: GroupProblem, sizes: Sequence[Ranks]) -> Iterator[Solve
         yield named_solution(problem, ranks, {}, solution)
 
 
-def named_solution(problem: GroupProblem, ranks: Ranks, before: Mapping[str, Tensor], solution: Solution) -> Solved:
+def named_solution(
+    problem: GroupProblem, ranks: Ranks, before: Mapping[str, Tensor], solution: Solution
+) -> NamedSolution:
     """Round a solution and name its factors as in the checkpoint."""
     group, quantize = problem.group, problem.quantize
     geometry, weights, statistics = group.geometry, group.weights, group.statistics
@@ -175,7 +179,7 @@ def _pair(statistics: Statistics) -> Moment | None:
     return next((moment for moment in statistics.moments if moment.kind == "pair"), None)
 
 
-def solve_done(solved: Solved, transfer: TensorTransfer, parts: int = 1) -> SolveDone:
+def solve_done(solved: NamedSolution, transfer: TensorTransfer, parts: int = 1) -> SolveDone:
     """Make the factors available to other workers. Return the unit's result.
 
     Factors that are computed on access are transferred in `parts` parts.

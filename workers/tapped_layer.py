@@ -63,7 +63,7 @@ class TappedLayer:
         names = stored_state(self.module).keys()  # old checkpoints also hold buffers, such as rotary_emb.inv_freq
         placed = {name: tensor.to(device) for name, tensor in tensors.items() if name in names}
         self.slices = (*slices,) or (range(geometry.num_experts),)
-        self.parts = len(self.slices)  # in which many samples pass the layer
+        self.parts = len(self.slices)  # samples pass the layer in this many parts
         self.load, self.held = load, -1 if load else 0
         self.module.load_state_dict(placed, strict=load is None, assign=True)
         self.dtype = next(tensor.dtype for tensor in placed.values() if tensor.is_floating_point())

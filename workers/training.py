@@ -29,9 +29,9 @@ from workers.device_settings import configure_device
 if TYPE_CHECKING:
     from pipeline.healing.training_process import Journal, TrainingTask
 
-LOSSES = 3  # of processes, after which a training is given up
+LOSSES = 3  # a training is given up after this many losses of processes
 POLL_S = 0.2
-SILENT_S = 600.0  # without an answer of a process, after which the others give up
+SILENT_S = 600.0  # the others give up when a process has not answered for so long
 STORAGE = "healing/ray"  # in RUN_DIR: Ray Train's own files
 
 
@@ -135,8 +135,8 @@ def train_in_processes(task: TrainingTask, journal: Journal, processes: int, wor
 
 @contextmanager
 def _folder(run_dir: Storage) -> Iterator[str]:
-    """Yield the folder of Ray Train's own files, which nobody reads later: in RUN_DIR, beside a bucket a temporary
-    one."""
+    """Yield the folder of Ray Train's own files, which are not read later. It is in RUN_DIR, or a temporary one if
+    RUN_DIR is in a bucket."""
     if run_dir.folder is not None:
         yield str(Path(run_dir.folder) / STORAGE)
         return
@@ -145,8 +145,8 @@ def _folder(run_dir: Storage) -> Iterator[str]:
 
 
 class _Fitting:
-    """Runs a trainer in a thread of its own, since it would take over signals. An abandoned one ends with the
-    process."""
+    """Runs a trainer in a thread of its own, because it would take over signals in the main thread. An abandoned
+    thread ends with the process."""
 
     def __init__(self, trainer: TorchTrainer) -> None:
         self.trainer = trainer
@@ -155,7 +155,7 @@ class _Fitting:
         self._thread.start()
 
     def ended(self, timeout_s: float) -> bool:
-        """Wait. Return True if the training has ended, by an error if `error` is set."""
+        """Wait for the end of the training. Return True if it has ended; if it failed, `error` is set."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -167,7 +167,7 @@ class _Fitting:
 
 
 def _delivered(mailbox: Any, journal: Journal) -> list[LaminaError]:
-    """Give the journal what process 0 has sent. Return errors."""
+    """Pass the messages of process 0 to the journal. Return the errors among them."""
     failures = []
     for kind, content in ray.get(mailbox.taken.remote()):
         if kind == "failed":

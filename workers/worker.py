@@ -51,19 +51,19 @@ from stores.run_directory import ACTIVATIONS, STATISTICS
 from stores.staging import write_staged
 from stores.statistics import StatisticsStore
 from stores.storage import open_storage
-from workers.backward import BackwardPass
+from workers.backward import BackwardRunner
 from workers.comparing import compare_some
 from workers.config import WorkerConfig
 from workers.copies import Copies
 from workers.curves import curve_result
 from workers.device_settings import device_room, tensor_cores
-from workers.forward_pass import ForwardPass
+from workers.forward_pass import ForwardRunner
 from workers.hidden import HiddenStates
 from workers.layers import LayerReader
 from workers.memory import return_freed_pages
-from workers.pairing import PairPass
-from workers.question_pass import QuestionPass
-from workers.refining import RefinePass
+from workers.pairing import PairRunner
+from workers.question_pass import QuestionRunner
+from workers.refining import RefineRunner
 from workers.shared_moments import SharedMoments
 from workers.solving import GroupProblem, solve_done, solve_group, solve_sizes
 from workers.sums import LayerSums, Squares
@@ -92,14 +92,14 @@ class Worker:
         self.layers = LayerReader(setup, self.device)
         self.sums = LayerSums(self.transfer, self.device, setup.geometry.hidden)
         shared = setup, self.layers, self.hidden, self.activations, self.sums, self._tokens, self._computing
-        self.pairs, self.backward = PairPass(*shared), BackwardPass(*shared)
-        self.passes: dict[type, Any] = {Forward: ForwardPass(*shared), Pair: self.pairs, Backward: self.backward}
+        self.pairs, self.backward = PairRunner(*shared), BackwardRunner(*shared)
+        self.runners: dict[type, Any] = {Forward: ForwardRunner(*shared), Pair: self.pairs, Backward: self.backward}
         self.totals = Totals(self.transfer, self.statistics, self.device, setup.tokens_shape)
-        self.refinement = RefinePass(
+        self.refinement = RefineRunner(
             setup, self.layers, self.activations, self._problem, self._statistics, self._computing
         )
         self.shared = SharedMoments()
-        self.scores = QuestionPass(setup, self.device, self.hidden, self.activations, self._computing)
+        self.scores = QuestionRunner(setup, self.device, self.hidden, self.activations, self._computing)
         self.compute_seconds = 0.0  # inside products and decompositions
 
     def execute(self, unit: Unit) -> Any:
@@ -113,7 +113,7 @@ class Worker:
         """
         handlers: dict[type, Callable[[Any], Any]] = {
             ReadLayer: self._read_part,
-            **dict.fromkeys(self.passes, self._pass_shard),
+            **dict.fromkeys(self.runners, self._pass_shard),
             ChooseGrids: self._choose_grids,
             Collect: self.sums.collect,
             CheckGrids: self.totals.check,
@@ -174,14 +174,14 @@ class Worker:
         return ReadDone(self.transfer.put(self.layers.read_part(unit.layer, unit.part, unit.parts)))
 
     def _pass_shard(self, unit: Summable) -> ShardDone:
-        done: ShardDone = self.passes[type(unit)].run(unit)
+        done: ShardDone = self.runners[type(unit)].run(unit)
         return replace(done, worker=self.name)
 
     def _choose_grids(self, unit: ChooseGrids) -> ChooseGridsDone:
         forward = unit.forward
         tokens = self.setup.gradient_tokens if isinstance(forward, Backward) else self.setup.calibration_tokens
         squares = Squares(tokens, self.setup.geometry.layers[forward.layer])
-        self.passes[type(forward)].begin(forward, squares)
+        self.runners[type(forward)].begin(forward, squares)
         return ChooseGridsDone(
             {moment: self.transfer.put(grid.packed()) for moment, grid in squares.grids(forward).items()}
         )

@@ -67,8 +67,8 @@ class WrittenTensors(Mapping[str, Tensor]):
 
 
 def _unchanged(source: SourceCheckpoint, name: str, tensor: Tensor) -> bool:
-    """Return True for a weight that equals the one decoded from the source's storage format, which is read only if it
-    has the same shape."""
+    """Return True for a weight that equals the source's weight, decoded from its storage format. The source's weight is
+    read only if both have the same shape."""
     record = source.tensors[name]
     alike = keeps(record) and tuple(tensor.shape) == record.shape
     return alike and torch.equal(tensor.cpu(), source.read([name])[name])

@@ -40,11 +40,11 @@ Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Size = Annotated[int, Field(ge=0)]
 
 
-class _Part(BaseModel):
+class _Section(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
 
-class _File(_Part):
+class _File(_Section):
     size: Size
     sha256: Digest
 
@@ -57,36 +57,36 @@ class _Tensor(TensorDescription):
     shard: FileName
 
 
-class _Pair(_Part):
+class _Pair(_Section):
     dense: Size
     compressed: Size
 
 
-class _Counts(_Part):
+class _Counts(_Section):
     parameters: _Pair
     decoder_parameters: _Pair
     bytes: _Pair
     cache_bytes_per_token: _Pair
 
 
-class _Layer(_Part):
+class _Layer(_Section):
     groups: dict[str, GroupReport]
     forms: dict[str, FormSpec]
 
 
-class _Source(_Part):
+class _Source(_Section):
     files: dict[str, _File]
 
 
-class _Entry(_Part):
+class _Entry(_Section):
     method: str
 
 
-class _Manifest(_Part):
+class _Manifest(_Section):
     methods: list[_Entry]
 
 
-class _CompressionRecord(_Part):
+class _CompressionRecord(_Section):
     version: Literal[1]
     sha256: Digest
     source: _Source

@@ -37,7 +37,7 @@ from pipeline.checkpoint.expert_codes import (
 from pipeline.checkpoint.listing import OUR_FILES
 from pipeline.checkpoint.nf4 import is_nf4, nf4_config, nf4_tensors
 from pipeline.checkpoint.targets import (
-    Target,
+    ExportTarget,
     counted,
     is_mixture,
     mlp_widths,
@@ -71,7 +71,7 @@ ALIGNED = 16  # bytes, as torch's grouped product wants rows
 
 
 def export_checkpoint(
-    output: Place, target: Target, destination: Place, say: Callable[[str], None], multiply_out: bool = False
+    output: Place, target: ExportTarget, destination: Place, say: Callable[[str], None], multiply_out: bool = False
 ) -> dict[str, Any]:
     """Write OUTPUT as an ordinary checkpoint, a layer at a time, the index last. Return its sizes.
 
@@ -97,7 +97,7 @@ def export_checkpoint(
 def _write(
     checkpoint: SourceCheckpoint,
     config: Mapping[str, Any],
-    target: Target,
+    target: ExportTarget,
     storage: Storage,
     say: Callable[[str], None],
     multiply_out: bool,

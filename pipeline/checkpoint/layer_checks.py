@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from manifests.entries import LayerEntry
 from manifests.errors import CorruptError
-from manifests.records import E, Key, StagedRecord
+from manifests.records import E, LedgerKey, StagedRecord
 from pipeline.driver.interfaces import Journal
 from pipeline.driver.ledger_keys import layer_key
 from stores.checkpoint import verify_shard
@@ -30,12 +30,12 @@ class LayerChecks(Journal):
         for key in self.keys:
             self._check(self.journal.get(key))
 
-    def commit(self, key: Key[E], record: E) -> None:
+    def commit(self, key: LedgerKey[E], record: E) -> None:
         self.journal.commit(key, record)
         if key in self.keys:
             self._check(record)
 
-    def get(self, key: Key[E]) -> E | None:
+    def get(self, key: LedgerKey[E]) -> E | None:
         return self.journal.get(key)
 
     def retract(self, key: str) -> None:

@@ -26,8 +26,8 @@ from pipeline.families.registry import geometry_of
 from pipeline.families.source_config import source_config
 from pipeline.rounding.schemes import TABLES, rounded_modules
 
-Target = Literal["dense", "stock", "gguf"]
-TARGETS: tuple[Target, ...] = ("dense", "stock", "gguf")
+ExportTarget = Literal["dense", "stock", "gguf"]
+TARGETS: tuple[ExportTarget, ...] = ("dense", "stock", "gguf")
 FAMILIES = ("llama", "mistral", "qwen2")  # the dense sources of llama.cpp's `llama`
 ARCHITECTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "deepseek_v3": "deepseek2"}  # for mixtures
 ROPE_TYPES = ("default", "linear", "llama3")  # types that only scale frequencies
@@ -42,7 +42,7 @@ OTHER_ROLES = {  # of mixtures -> the roles of attention that differ from a dens
 Rule = Callable[[LayersConfig], str | None]
 
 
-def export_faults(config: Mapping[str, Any], target: Target, multiply_out: bool = False) -> list[str]:
+def export_faults(config: Mapping[str, Any], target: ExportTarget, multiply_out: bool = False) -> list[str]:
     """Return the properties of a checkpoint with this config.json that the target cannot express.
 
     `multiply_out`: allow multiplying out weights with tables of levels, and all where transformers reads no codes.
@@ -78,7 +78,7 @@ def export_faults(config: Mapping[str, Any], target: Target, multiply_out: bool 
     return faults
 
 
-def refuse_faults(config: Mapping[str, Any], target: Target, multiply_out: bool = False) -> None:
+def refuse_faults(config: Mapping[str, Any], target: ExportTarget, multiply_out: bool = False) -> None:
     """Raise InputError with all `export_faults`, if any, and the targets without faults."""
     if not (faults := export_faults(config, target, multiply_out)):
         return
@@ -93,7 +93,7 @@ def refuse_faults(config: Mapping[str, Any], target: Target, multiply_out: bool 
     raise InputError(f"--to {target}: {reasons}{remedy}")
 
 
-def written_config(config: Mapping[str, Any], target: Target) -> dict[str, Any]:
+def written_config(config: Mapping[str, Any], target: ExportTarget) -> dict[str, Any]:
     """Return the config.json of the dense model; with `stock`, of the first MLP's or expert's width and the widest
     latents.
 

@@ -69,7 +69,7 @@ def _most_numbers(manifest: Manifest, geometry: Geometry) -> int:
 class _Claimed:
     """The tensors of a task: their numbers, the bits of a number of the widest matrix, and additional bits in all.
 
-    Additional are the bits of wider vectors, and of the shapes and scales of codes.
+    Additional bits are those of wider vectors, and of the shapes and scales of codes.
     """
 
     numbers: int

@@ -22,7 +22,7 @@ from pipeline.cost_model.memory import (
     solving_bytes,
     worker_peak,
 )
-from pipeline.cost_model.passes import pass_of
+from pipeline.cost_model.passes import planned_passes
 from pipeline.cost_model.reads import read_phases
 from pipeline.cost_model.refinement_work import settings_of
 from pipeline.cost_model.solve_work import solve_flops, solve_work
@@ -98,8 +98,8 @@ def make_plan(
     by_layer = {layer: _statistics_bytes(geometry, tasks, layer) for layer in claimed}
     statistics = max(by_layer.values(), default=0)
     compressed = calibration is not None and calibration.propagate == "compressed"
-    walk = pass_of(manifest, geometry, tasks)
-    passes = (2 if compressed else 1) if any(task.moments for task in tasks) else 0
+    passes = planned_passes(manifest, geometry, tasks)
+    forwards = (2 if compressed else 1) if any(task.moments for task in tasks) else 0
     activations = tokens * geometry.hidden * itemsize
     refined = settings_of(manifest)
     # Hidden states of both models, and the targets of one layer, or of one layer per worker.
@@ -107,20 +107,20 @@ def make_plan(
     drafts = refined is not None and refined.inputs == "mixed"  # beside the trained layers
     bound = "" if size else bounded_by(manifest)
     size = size or size_bound(manifest, geometry, tasks, source_bytes)
-    all_stored = walk.keep_statistics or not (compressed or walk.in_pass)  # statistics of all layers at once
+    all_stored = passes.keep_statistics or not (compressed or passes.in_pass)  # statistics of all layers at once
     stored_statistics = sum(by_layer.values()) if all_stored else statistics
     solving = solving_bytes(manifest, geometry, tasks)
     summed = max((part_bytes(geometry.layers[layer], tasks, experts) for layer in claimed), default=0)
-    if walk.in_pass:  # in memory at the same time: two layers of the pass, and the sums (triangles) of two layers
+    if passes.in_pass:  # in memory at the same time: two layers of the pass, and the sums (triangles) of two layers
         solving += sum(layer_bytes(manifest, geometry, itemsize)) + summed
     sliced = geometry.streams(experts)
     between = activations * (2 * itemsize + max(4, itemsize)) // itemsize if sliced else activations
     held_out, texts = window_bytes(manifest, geometry, workers)
     held = max(between // max(1, workers) + held_out, texts)
     host, device = worker_peak(manifest, geometry, tasks, itemsize, (summed, solving), held)
-    host += shared_bytes(walk, summed, layer_bytes(manifest, geometry, itemsize)[0]) if device == 0 else 0
+    host += shared_bytes(passes, summed, layer_bytes(manifest, geometry, itemsize)[0]) if device == 0 else 0
     host += min(2 * activations, int(manifest.workers.activation_memory_gb * 2**30)) if refined else 0  # the targets
-    reads = read_phases(manifest, geometry, tasks, size, source_bytes, walk)
+    reads = read_phases(manifest, geometry, tasks, size, source_bytes, passes)
     return Plan(
         layers=geometry.num_layers,
         claimed_layers=len(claimed),
@@ -141,7 +141,7 @@ def make_plan(
         expected_numbers=size.numbers,
         dense_numbers=geometry.model_numbers(),
         forward_flops=tokens
-        * (passes + walk.importance / walk.shards)
+        * (forwards + passes.importance / passes.shards)
         * sum(forward_flops(layer, sequence) for layer in geometry.layers),
         moment_flops=float(tokens * sum(_moment_flops(moment, layer) for layer, moment in moments)),
         solve_flops=sum(

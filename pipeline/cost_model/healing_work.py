@@ -14,18 +14,18 @@ from pipeline.cost_model.work import scoring_flops
 from pipeline.families.geometry import Geometry
 from pipeline.kernels.teacher_rows import row_bytes
 
-DEFAULT_LENGTH = 2048  # of a window in a job without calibration
-HELD_OUT_SHARE, HELD_OUT_TOKENS = 10, 32_768  # of the text, and at most
+DEFAULT_LENGTH = 2048  # tokens of a window in a job without calibration
+HELD_OUT_SHARE, HELD_OUT_TOKENS = 10, 32_768  # a tenth of the text is held out, at most so many tokens
 EVALUATIONS = 9
 PRODUCTS = 3.0  # forward, and two backward; the gradient of the embeddings and of the head is not computed
-CHECKPOINTED = 4.0  # with the forward pass a second time
-MASTER_BYTES = 4  # of a number in training
-STATE_BYTES = 4 + 4 + 4  # of a trained number beside it: gradient, both moments of Adam
+CHECKPOINTED = 4.0  # the same, if the backward pass repeats the forward pass
+MASTER_BYTES = 4  # bytes of a number in training
+STATE_BYTES = 4 + 4 + 4  # bytes beside a trained number: its gradient, both moments of Adam
 EXCHANGED = 3 * MASTER_BYTES  # bytes of a number in a step between processes: gathered twice, its gradient summed once
-LONG_GROUP = 1024  # columns that share a scale, about, where rows have one
-MULTIPLIED_OUT = 8  # bytes of a number that its codes take in float32: the level, and its product with the scale
-ROW_TENSORS = 6  # of their size, in float32
-ACTIVATION_NUMBERS = 32  # for each token and layer, in units of the hidden size
+LONG_GROUP = 1024  # about how many columns share a scale where each row has one
+MULTIPLIED_OUT = 8  # bytes to multiply out a code in float32: its level, and the level times the scale
+ROW_TENSORS = 6  # float32 tensors as large as the logits of some rows
+ACTIVATION_NUMBERS = 32  # numbers for each token and layer, in units of the hidden size
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class HealingWork:
 
     Attributes:
         tokens: trained tokens, once; held_out: held-out tokens.
-        processes: that train.
+        processes: the number of processes that train.
         teacher_flops, training_flops, evaluation_flops: operations, of all processes together.
-        exchanged_bytes: that a process gets from the others.
-        memory_bytes: of a process, on its device; disk_bytes: in the run directory.
+        exchanged_bytes: bytes that a process gets from the others.
+        memory_bytes: the memory of a process on its device; disk_bytes: bytes in the run directory.
     """
 
     tokens: int

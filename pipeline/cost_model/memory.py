@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from manifests.schema import Manifest
 from pipeline.cost_model.completion_work import completion_bytes, without_others
 from pipeline.cost_model.passes import gradient_tokens
-from pipeline.cost_model.phases import Pass
+from pipeline.cost_model.phases import PlannedPasses
 from pipeline.cost_model.refinement_work import SCORES, VALUE_BYTES, refine_bytes
 from pipeline.cost_model.vocabulary import outer_bytes, pulled_logits_bytes
 from pipeline.cost_model.work import pair_bytes
@@ -28,7 +28,7 @@ DEVICE_PROCESS_BYTES = 2 * 2**30  # additional host memory for CUDA's libraries 
 PROCESS_BYTES = 440 * 2**20  # a worker's Python with torch, transformers and ray, and what its libraries set up
 KEPT_BYTES = 64 * 2**20  # freed memory that its heap keeps (`workers.memory`: TRIMMED_BYTES)
 MOMENT_BYTES = 8  # float64
-SOLVE_COPIES = 3  # of a moment: C, its inverse and W_down's gram, the panels (tests/kernels/test_elimination.py)
+SOLVE_COPIES = 3  # copies of a moment: C, its inverse and W_down's gram, the panels (tests/kernels/test_elimination.py)
 CURVE_COPIES = 4  # one more for the kept channels, with its factor
 FED_BYTES = 30  # per number that is rounded with error feedback at a time: in float32 and float64, errors, codes
 SAMPLE_BYTES = 8  # per number of a sample, in addition to the sample, if experts are solved together
@@ -87,9 +87,9 @@ def _summed_features(geometry: Geometry, tasks: Sequence[Task]) -> int:
 def gradient_bytes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], itemsize: int) -> int:
     """Return the memory of the backward pass of a sample beside its layer; 0 without gradients.
 
-    It holds the values that a layer's backward pass needs, with the scores of attention, and what is summed: gradients
-    of several samples that wait for one product, and triangles. Behind the last layer the head is differentiated while
-    these values wait; then two more copies of the scores are needed.
+    It holds the values that a layer's backward pass needs, with the scores of attention, and the tensors to be summed:
+    gradients of several samples that wait for one product, and triangles. After the last layer, the head is
+    differentiated while these values wait; then two more copies of the scores are needed.
     """
     asking = [geometry.layers[index] for index in layers_of(tasks) if layer_gradients(tasks, index)]
     if manifest.calibration is None or not asking:
@@ -121,15 +121,18 @@ def layer_bytes(manifest: Manifest, geometry: Geometry, itemsize: int) -> tuple[
     return stored, max(stored, largest * itemsize) if gpu else largest * max(4, itemsize)  # a CPU may use float32
 
 
-def shared_bytes(walk: Pass, summed: int, stored: int) -> int:
+def shared_bytes(passes: PlannedPasses, summed: int, stored: int) -> int:
     """Return the pages of Ray's object store that a worker's process touches, which count as its memory, too.
 
     They hold its own sums (triangles), those that it adds, and their total, for the layers whose sums are in flight,
     the sums of layers that wait to be solved, and factors. `summed`: bytes of a layer's whole moments.
     """
-    sums, in_flight = (3 if walk.workers > 1 else 1), 1 if walk.compressed else 2 if walk.in_pass else 1 + walk.ahead
-    waiting = min(2 * walk.workers, walk.layers) if walk.in_pass else 0
-    return (in_flight * sums + waiting) * summed // 2 + (1 if walk.compressed else 2) * stored
+    sums, in_flight = (
+        (3 if passes.workers > 1 else 1),
+        1 if passes.compressed else 2 if passes.in_pass else 1 + passes.ahead,
+    )
+    waiting = min(2 * passes.workers, passes.layers) if passes.in_pass else 0
+    return (in_flight * sums + waiting) * summed // 2 + (1 if passes.compressed else 2) * stored
 
 
 def part_bytes(layer: LayerGeometry, tasks: Sequence[Task], experts: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from manifests.schema import Manifest
-from pipeline.cost_model.phases import Pass
+from pipeline.cost_model.phases import PlannedPasses
 from pipeline.driver.job_spec import passes_of, solves_in_pass
 from pipeline.families.geometry import Geometry
 from pipeline.methods.method import Task
@@ -13,7 +13,7 @@ from pipeline.methods.registry import build_methods, predict_tasks
 from pipeline.units.sharding import held_out_windows
 
 
-def pass_of(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> Pass:
+def planned_passes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> PlannedPasses:
     """Return the passes of a job."""
     calibration, methods = manifest.calibration, build_methods(manifest)
     passes = passes_of(manifest, methods, tasks, geometry.hidden)
@@ -21,7 +21,7 @@ def pass_of(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> Pa
     samples, length = (calibration.samples, calibration.sequence_length) if calibration else (1, 1)
     compressed = passes.propagate == "compressed"
     waits = bool(passes.scores or predict_tasks(methods, geometry))
-    return Pass(
+    return PlannedPasses(
         geometry.num_layers,
         shards,
         min(manifest.workers.max, shards),

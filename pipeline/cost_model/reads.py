@@ -14,7 +14,7 @@ from typing import Any
 
 from manifests.schema import Manifest
 from pipeline.cost_model.bounds import Size
-from pipeline.cost_model.phases import Pass
+from pipeline.cost_model.phases import PlannedPasses
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.base import Group
@@ -23,12 +23,12 @@ from pipeline.methods.registry import build_methods, layer_gradients, layers_of,
 from pipeline.methods.work import moment_width
 from pipeline.units.sharding import expert_parts
 
-TILE = 1024  # of stored moments, as `stores.statistics`
+TILE = 1024  # rows of a tile of a stored moment, as in `stores.statistics`
 MOMENT_BYTES = 8
 
 
 def read_phases(
-    manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], size: Size, source_bytes: int, walk: Pass
+    manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], size: Size, source_bytes: int, passes: PlannedPasses
 ) -> dict[str, int]:
     """Return phase -> bytes read, in the order of the phases; phases that read nothing are left out.
 
@@ -43,16 +43,16 @@ def read_phases(
     phases = {"digests": source_bytes + rest + sum(copied.values())}
     if manifest.calibration is not None:
         phases |= {"texts": model}
-        if walk.importance:
+        if passes.importance:
             phases["importance"] = decoder + outer
         if moments:
             phases["statistics"] = decoder + outer
-        if walk.compressed and moments:
+        if passes.compressed and moments:
             phases["propagate"] = sum(copied.values())
     phases["gradient"] = _gradient_bytes(manifest, geometry, tasks) + outer * any(
         layer_gradients(tasks, layer.index) for layer in layers
     )
-    phases |= _solving_phases(manifest, geometry, tasks, walk)
+    phases |= _solving_phases(manifest, geometry, tasks, passes)
     phases["solve"] += sum(copied.values())
     steps = {task.layer: len(geometry.layers[task.layer].corrected_points) + 1 for task in tasks if task.corrections}
     phases["correct"] = 2 * sum(geometry.layers[layer].stored_bytes() * count for layer, count in steps.items())
@@ -60,7 +60,7 @@ def read_phases(
     phases["refine"] = 2 * sum(geometry.layers[layer].stored_bytes() for layer in trained)
     phases |= {"verify": staged, "compare": model + size.num_bytes}
     if manifest.calibration is not None:
-        phases["held-out"] = size.num_bytes + (0 if walk.joined else model)
+        phases["held-out"] = size.num_bytes + (0 if passes.joined else model)
     phases["assemble"] = rest
     if (perplexity := manifest.evaluation.perplexity) is not None:
         phases["evaluate"] = size.num_bytes + (model if perplexity.dense else 0)
@@ -94,7 +94,9 @@ def _experts_bytes(layer: LayerGeometry) -> int:
     return layer.stored_bytes(tuple(role for block in layer.mlps if block.routing for role in block.roles))
 
 
-def _solving_phases(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], walk: Pass) -> dict[str, int]:
+def _solving_phases(
+    manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], passes: PlannedPasses
+) -> dict[str, int]:
     """Return the bytes of weights and moments that curves and solves read."""
     methods, calibration = build_methods(manifest), manifest.calibration
     tokens = calibration.samples * calibration.sequence_length if calibration else 0
@@ -106,7 +108,7 @@ def _solving_phases(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task
         for phase, some in (("curves", [task for task in own if task.key in predicted]), ("solve", own)):
             phases[phase] += sum(_weight_bytes(task, groups.get(task.key), layer, held, tokens, phase) for task in some)
             sliced = layer.num_experts > held  # the moments of earlier slices are stored
-            if phase == "curves" or sliced or not walk.from_memory:
+            if phase == "curves" or sliced or not passes.from_memory:
                 each = {moment for task in some for moment in task.moments}
                 phases[phase] += sum(_stored_bytes(moment, layer, tokens) for moment in each)
     return phases

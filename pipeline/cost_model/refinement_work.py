@@ -32,8 +32,8 @@ class RefineWork:
         flops: operations of the steps' passes, and of the passes that measure errors.
         descent: float32 operations of the steps, without their passes.
         read_bytes: size of the stored inputs and targets.
-        passes: operations of the passes of all shards that store these and go on: through the dense layer, and unless
-            layers are trained on its inputs alone, through the trained or solved one.
+        passes: operations of the passes of all shards that store these and compute the next layer's inputs: through the
+            dense layer and, unless layers are trained on dense inputs alone, through the trained or solved one.
     """
 
     independent: bool = False

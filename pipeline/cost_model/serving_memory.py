@@ -25,13 +25,13 @@ class EngineMemory:
     """The rule of an engine on a device.
 
     Attributes:
-        share: of the memory, which the engine takes unless it is told otherwise.
-        process_bytes: without a model.
-        tokens: of a forward pass at most; None: all prompts at once.
-        cache_bits: of a cached number; None: those of the weights.
+        share: the share of the memory that the engine takes by default.
+        process_bytes: the memory of its process without a model.
+        tokens: the most tokens of a forward pass; None: all prompts at once.
+        cache_bits: bits of a cached number; None: as many as a weight has.
         logit_rows: rows of the vocabulary in a forward pass; None: one for each sequence.
-        logit_bytes: of each number of these rows.
-        source: of these figures.
+        logit_bytes: bytes of each number of these rows.
+        source: the origin of these figures.
     """
 
     share: float
@@ -59,8 +59,8 @@ class ServingMemory:
     """The memory that serving takes beside the weights, and the limit of all together.
 
     Attributes:
-        share: of the memory, which the engine takes.
-        source: of the engine's figures.
+        share: the share of the memory that the engine takes.
+        source: the origin of the engine's figures.
     """
 
     fit: Fit

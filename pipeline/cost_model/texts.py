@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from manifests.calibration import Calibration
 from manifests.schema import Manifest
-from pipeline.cost_model.phases import WORKERS_SECONDS, Pass
+from pipeline.cost_model.phases import WORKERS_SECONDS, PlannedPasses
 from pipeline.cost_model.rates import Rates
 from pipeline.cost_model.work import LayerWork, forward_flops, scoring_flops
 from pipeline.families.geometry import Geometry
@@ -17,7 +17,7 @@ from pipeline.units.sharding import text_windows
 
 
 def texts_seconds(
-    manifest: Manifest, geometry: Geometry, evaluation: int, work: LayerWork, rates: Rates, walk: Pass
+    manifest: Manifest, geometry: Geometry, evaluation: int, work: LayerWork, rates: Rates, passes: PlannedPasses
 ) -> float:
     """Return the seconds for the samples and, if any, the evaluation text of `evaluation` tokens, and for held-out text
     that passes the model with them.
@@ -25,15 +25,15 @@ def texts_seconds(
     Half of the workers score one model. Each of them builds every layer. The result is 0 for a job without statistics.
     """
     calibration = manifest.calibration
-    if calibration is None or not (work.moment_flops or work.sample_bytes or walk.importance):
+    if calibration is None or not (work.moment_flops or work.sample_bytes or passes.importance):
         return 0.0
     length = min(calibration.sequence_length, evaluation or calibration.sequence_length)
     windows = text_windows(calibration.samples, length) + text_windows(evaluation // length, length)
     flops = windows * length * scoring_flops(geometry, length)
-    flops += walk.layers * work.held_out_flops[0] if walk.joined else 0.0
-    computing = flops / rates.single / scorers(2 * walk.shards, walk.workers)
-    building = walk.layers * work.built_bytes / rates.memory
-    reading = 0.0 if walk.cached else walk.layers * work.weight_bytes / rates.disk
+    flops += passes.layers * work.held_out_flops[0] if passes.joined else 0.0
+    computing = flops / rates.single / scorers(2 * passes.shards, passes.workers)
+    building = passes.layers * work.built_bytes / rates.memory
+    reading = 0.0 if passes.cached else passes.layers * work.weight_bytes / rates.disk
     return max(reading, computing + building)
 
 

@@ -59,7 +59,9 @@ def outer_bytes(manifest: Manifest, geometry: Geometry, itemsize: int, window: i
 
 
 def window_bytes(manifest: Manifest, geometry: Geometry, workers: int) -> tuple[int, int]:
-    """Return a worker's hidden states, in float32, of held-out windows, beside samples, and of both texts before these.
+    """Return the bytes of a worker's hidden states in float32: of held-out windows, and of both texts.
+
+    Held-out windows are held beside calibration samples; both texts pass before these.
 
     A worker takes windows through one model at a time; with several workers, half of them take each text.
     """

@@ -1,4 +1,4 @@
-"""The backward pass through the layers, from the inputs of each that the dense pass stored.
+"""The backward pass through the layers. It reads the inputs of each layer, which the dense pass has stored.
 
 docs/methods.md#gradient-moments.
 
@@ -17,7 +17,7 @@ from manifests.records import ArrayRecord, GradientRecord
 from pipeline.driver.in_flight import LayersInFlight
 from pipeline.driver.ledger_keys import dense_key, gradient_key
 from pipeline.driver.reduction import PassResult, Reductions
-from pipeline.driver.scheduler import TaskStream
+from pipeline.driver.scheduler import Coroutine
 from pipeline.driver.session import Session
 from pipeline.methods.method import Moment
 from pipeline.methods.registry import layer_gradients
@@ -31,10 +31,10 @@ class GradientPass:
         self.job = session.job
         self.session = session
         self.reductions = Reductions(session)
-        self.statistics: dict[str, ArrayRecord] = {}  # of the parts of a layer that are done, `parts` of them
-        self.parts = 0
+        self.statistics: dict[str, ArrayRecord] = {}  # of the finished parts of the current layer
+        self.parts = 0  # the number of these parts
 
-    def run(self) -> TaskStream[None]:
+    def run(self) -> Coroutine[None]:
         """Run the pass, from the last committed gradients."""
         pending = self._pending()
         if not pending:
@@ -57,9 +57,9 @@ class GradientPass:
         yield from in_flight.finish()
         self.session.cleaner.retain_activations(())
 
-    def _enter(self, first: int, layer: int, result: PassResult) -> TaskStream[Sequence[ArrayRecord] | None]:
-        """Enter one layer of the pass, which ends at layer `first`, when its first part is done. Return the stored
-        hidden states that the rest of the pass still needs, or None if none can be dropped."""
+    def _enter(self, first: int, layer: int, result: PassResult) -> Coroutine[Sequence[ArrayRecord] | None]:
+        """Enter a layer once its first part is done; the pass ends at layer `first`. Return the stored hidden states
+        that the rest of the pass still needs, or None if none can be dropped."""
         self.statistics |= yield from self.reductions.stored(result)
         self.parts += 1
         if self.parts < len(self.job.parts(layer, ())):

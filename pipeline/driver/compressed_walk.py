@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 from manifests.entries import ActivationsEntry, StatisticsEntry
 from manifests.errors import LostInputError
 from manifests.records import ArrayRecord, StagedLayer
-from pipeline.driver.forward_pass import joined
-from pipeline.driver.job_spec import Part, RanksOf, staged_layer
+from pipeline.driver.forward_units import joined
+from pipeline.driver.job_spec import LayerPart, RanksOf, staged_layer
 from pipeline.driver.ledger_keys import activations_key, statistics_key
 from pipeline.driver.reduction import PassResult, Reductions
-from pipeline.driver.scheduler import Task, TaskStream
+from pipeline.driver.scheduler import Coroutine, Fiber
 from pipeline.driver.session import Session, solve_units, write_units
 from pipeline.driver.stored_statistics import StoredStatistics
 from pipeline.methods.registry import layer_moments
@@ -27,9 +27,9 @@ from pipeline.units.units import ShardDone, Solve, SolveDone, Unwritten, Write
 
 
 class _Outputs(NamedTuple):
-    """A task that computes a layer's outputs. `solves`: keys of the units whose factors it uses."""
+    """The fiber that computes a layer's outputs. `solves`: keys of the units whose factors it uses."""
 
-    task: Task[list[Any]] | None
+    fiber: Fiber[list[Any]] | None
     solves: frozenset[str] = frozenset()
 
 
@@ -42,7 +42,7 @@ class CompressedWalk:
         self.stored = stored
         self.reductions = Reductions(session)
 
-    def run(self, ranks: RanksOf) -> TaskStream[None]:
+    def run(self, ranks: RanksOf) -> Coroutine[None]:
         """Run the walk, from the last committed hidden states."""
         pending = self.session.uncompressed()
         if not pending:
@@ -60,7 +60,7 @@ class CompressedWalk:
             if layer < last:
                 base = yield from self._propagate(layer, base, outputs)
 
-    def _compress(self, layer: int, base: int, ranks: RanksOf, *, emit: bool) -> TaskStream[_Outputs]:
+    def _compress(self, layer: int, base: int, ranks: RanksOf, *, emit: bool) -> Coroutine[_Outputs]:
         """Compute a layer's moments and compress the layer. Kept moments are stored in the background.
 
         `emit`: also start to compute the layer's outputs.
@@ -80,7 +80,7 @@ class CompressedWalk:
             statistics |= {**result.samples, **(yield from self.reductions.summed(result))}
         return (yield from self._solve(layer, base, statistics, ranks, result, emit))
 
-    def _sum_moments(self, layer: int, part: Part, base: int, *, store: bool) -> TaskStream[PassResult]:
+    def _sum_moments(self, layer: int, part: LayerPart, base: int, *, store: bool) -> Coroutine[PassResult]:
         """Run all shards through a part of a layer and sum its moments."""
         units = self.session.forwards.units("compressed", layer, None, part.moments, base, part=part.number, emit=False)
         return (yield from self.reductions.run(part.moments, units, store))
@@ -93,7 +93,7 @@ class CompressedWalk:
         ranks: RanksOf,
         result: PassResult | None,
         emit: bool,
-    ) -> TaskStream[_Outputs]:
+    ) -> Coroutine[_Outputs]:
         """Solve every group of a layer, then write and enter the layer. Kept moments of `result` are entered
         first."""
         solves = solve_units(self.job, layer, statistics, ranks)
@@ -123,7 +123,7 @@ class CompressedWalk:
 
     def _passed(
         self, layer: int, base: int, staged: StagedLayer | Unwritten | None, store: bool
-    ) -> TaskStream[list[ShardDone]]:
+    ) -> Coroutine[list[ShardDone]]:
         """Run all shards through a layer with its compressed weights, part by part."""
         results: list[list[ShardDone]] = []
         for part in self.job.parts(layer, (), staged):
@@ -133,16 +133,16 @@ class CompressedWalk:
             results.append((yield units))
         return joined(results)
 
-    def _propagate(self, layer: int, base: int, outputs: _Outputs) -> TaskStream[int]:
+    def _propagate(self, layer: int, base: int, outputs: _Outputs) -> Coroutine[int]:
         """Wait for a layer's outputs, and commit them at a boundary. Return the last layer with committed inputs."""
         try:
-            results = yield outputs.task
+            results = yield outputs.fiber
         except LostInputError as error:
             if outputs.solves.isdisjoint(error.producers):
                 raise
             self.session.repairs.invalidate(error)
             from_disk = self._outputs(layer, base, staged_layer(self.session.journal, layer))  # it is written by now
-            results = yield from_disk.task
+            results = yield from_disk.fiber
         if not self.job.is_boundary(layer + 1):
             return base
         activations = tuple(result.activation for result in results)

@@ -21,7 +21,7 @@ from manifests.records import ArrayRecord, RefinedFigures, StagedLayer, StagedRe
 from pipeline.driver.job_spec import RanksOf, staged_layer
 from pipeline.driver.ledger_keys import activations_key
 from pipeline.driver.reduction import Reductions
-from pipeline.driver.scheduler import TaskStream
+from pipeline.driver.scheduler import Coroutine
 from pipeline.driver.session import Session, write_unit
 from pipeline.driver.stored_statistics import StoredStatistics
 from pipeline.methods.method import Moment, Task
@@ -29,8 +29,8 @@ from pipeline.methods.moments import OUTPUT_GRADIENT
 from pipeline.units.sums import Summed
 from pipeline.units.units import Pair, Refine, RefineDone, ShardDone, Solve, SolvedGroup, SolveDone
 
-Solved = dict[Task, tuple[Solve, SolveDone]]
-Targets = tuple[ArrayRecord, ...]  # the data that a layer is trained on, in shard order
+SolvedByTask = dict[Task, tuple[Solve, SolveDone]]
+RefinementRecords = tuple[ArrayRecord, ...]  # the data that a layer is trained on, in shard order
 
 
 class CorrectedWalk:
@@ -42,7 +42,7 @@ class CorrectedWalk:
         self.stored = stored
         self.reductions = Reductions(session)
 
-    def run(self, ranks: RanksOf) -> TaskStream[None]:
+    def run(self, ranks: RanksOf) -> Coroutine[None]:
         """Run the walk, from the last committed hidden states."""
         pending = self.session.uncompressed()
         if not pending:
@@ -52,7 +52,7 @@ class CorrectedWalk:
         passes = max(map(len, self.job.points)) * corrects + any(task.refine for task in self.job.tasks) + 1
         self.session.observer.phase("correct", pending[-1] + 1 - base, passes * self.job.shards)
         for layer in range(base, pending[-1] + 1):
-            targets: Targets = ()
+            targets: RefinementRecords = ()
             if layer in pending:
                 targets = yield from self._solve(layer, base, ranks)
                 self._drop_drafts()
@@ -61,10 +61,10 @@ class CorrectedWalk:
             elif targets:
                 self.session.cleaner.drop_activations(targets)
 
-    def _solve(self, layer: int, base: int, ranks: RanksOf) -> TaskStream[Targets]:
+    def _solve(self, layer: int, base: int, ranks: RanksOf) -> Coroutine[RefinementRecords]:
         """Solve, train and enter a layer. Return the targets of its training, which the caller has to drop."""
         tasks = [task for task in self.job.tasks if task.layer == layer]
-        solved: Solved = {}
+        solved: SolvedByTask = {}
         uncorrected = [task for task in tasks if not task.corrections]
         draft: StagedLayer | None = yield from self._write_draft(layer, uncorrected, {}, ranks, solved)
         for step, points in enumerate(self.job.points[layer]):
@@ -78,7 +78,7 @@ class CorrectedWalk:
                 draft = yield from self._write_draft(layer, list(corrected), pairs, ranks, solved)
         assert draft is not None, "a claimed layer has groups"
         refined: RefinedFigures | None = None
-        targets: Targets = ()
+        targets: RefinementRecords = ()
         if any(task.refine for task in tasks):
             units = self._units(layer, base, len(self.job.points[layer]), None, targets=True)
             targets = stored_targets((yield units))
@@ -92,8 +92,8 @@ class CorrectedWalk:
         tasks: Sequence[Task],
         pairs: Mapping[Task, Mapping[Moment, Summed]],
         ranks: RanksOf,
-        solved: Solved,
-    ) -> TaskStream[StagedLayer | None]:
+        solved: SolvedByTask,
+    ) -> Coroutine[StagedLayer | None]:
         """Solve some groups, add them to `solved`, and write a draft of the layer with all groups solved so far.
         Return None if there are no groups."""
         if not tasks:
@@ -104,7 +104,7 @@ class CorrectedWalk:
             before = solved[task][1].factors if task in solved else None
             units.append(Solve(task, ranks[task.key], statistics, before, self.session.hint_of(task)))
 
-        def joined(solutions: Sequence[SolveDone]) -> Solved:
+        def joined(solutions: Sequence[SolveDone]) -> SolvedByTask:
             """Return all groups solved so far, with these solutions."""
             others = {task: solved[task] for task in solved if task not in tasks}
             new = {
@@ -121,8 +121,8 @@ class CorrectedWalk:
         return _staged(layer, record, solved)
 
     def _refine(
-        self, layer: int, draft: StagedLayer, targets: Targets, solved: Solved
-    ) -> TaskStream[tuple[StagedLayer, RefinedFigures]]:
+        self, layer: int, draft: StagedLayer, targets: RefinementRecords, solved: SolvedByTask
+    ) -> Coroutine[tuple[StagedLayer, RefinedFigures]]:
         """Train the groups of a draft with `refine`, and replace them in `solved`. Return the refined layer, already
         written, and the figures of the training."""
         tasks = [task for task in solved if task.refine]
@@ -135,7 +135,7 @@ class CorrectedWalk:
             self._output_gradient(tasks),
         )
 
-        def joined(results: Sequence[RefineDone]) -> Solved:
+        def joined(results: Sequence[RefineDone]) -> SolvedByTask:
             """Return all groups of the layer, with the refined ones."""
             new = zip(tasks, (unit for unit, _ in groups), results[0].groups, strict=True)
             return solved | {task: (unit, solution) for task, unit, solution in new}
@@ -154,12 +154,12 @@ class CorrectedWalk:
         return next((moments[OUTPUT_GRADIENT] for moments in having), None)
 
     def _drop_drafts(self, besides: Iterable[StagedLayer] = ()) -> None:
-        """Drop the drafts and statistics of entered layers. The drafts `besides` stay."""
+        """Drop the drafts and statistics of entered layers. Keep the drafts in `besides`."""
         self.stored.retain()
         layers = (staged_layer(self.session.journal, layer) for layer in range(self.job.num_layers))
         self.session.cleaner.retain_staged((*(staged for staged in layers if staged), *besides))
 
-    def _propagate(self, layer: int, base: int, targets: Targets) -> TaskStream[int]:
+    def _propagate(self, layer: int, base: int, targets: RefinementRecords) -> Coroutine[int]:
         """Run all shards of both models through a layer, and commit the outputs at a boundary. Return the last layer
         with committed inputs. `targets`: those of the layer's training, if it was just trained; they hold the dense
         layer's outputs."""
@@ -222,14 +222,14 @@ class CorrectedWalk:
             raise
 
 
-def stored_targets(results: Sequence[ShardDone]) -> Targets:
+def stored_targets(results: Sequence[ShardDone]) -> RefinementRecords:
     """Return the records of the targets that units stored."""
     records = tuple(result.activation for result in results if result.activation is not None)
     assert len(records) == len(results), "units with targets store them"
     return records
 
 
-def _staged(layer: int, record: StagedRecord, solved: Solved) -> StagedLayer:
+def _staged(layer: int, record: StagedRecord, solved: SolvedByTask) -> StagedLayer:
     """Return the written layer for workers to load."""
     rounded = {path: scheme for _, solution in solved.values() for path, scheme in solution.rounded.items()}
     return StagedLayer(**dict(record), forms=write_unit(layer, [*solved.values()]).forms, rounded=rounded)

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from manifests.records import ArrayRecord, Curve
-from pipeline.driver.scheduler import TaskStream
+from pipeline.driver.scheduler import Coroutine
 from pipeline.driver.session import Session
 from pipeline.methods.method import Moment, Task
 from pipeline.units.curves import BeginCurve, CurvePieces, Predict
 
-Statistics = Mapping[Moment, ArrayRecord]
 
-
-def compute_curves(session: Session, tasks: Mapping[Task, Statistics]) -> TaskStream[dict[Task, Curve]]:
+def compute_curves(
+    session: Session, tasks: Mapping[Task, Mapping[Moment, ArrayRecord]]
+) -> Coroutine[dict[Task, Curve]]:
     """Compute the curve of each task from its statistics.
 
     Groups whose curves have pieces take longest and come first. Their pieces are split among workers if some would

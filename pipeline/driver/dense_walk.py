@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from manifests.records import ArrayRecord, StagedRecord
-from pipeline.driver.forward_pass import dense_entry, joined
-from pipeline.driver.job_spec import Part, RanksOf
+from pipeline.driver.forward_units import dense_entry, joined
+from pipeline.driver.job_spec import LayerPart, RanksOf
 from pipeline.driver.layer_reading import LayerReading
-from pipeline.driver.layer_solving import Solved, SolveQueue
+from pipeline.driver.layer_solving import SolvedLayer, SolveQueue
 from pipeline.driver.ledger_keys import dense_key
 from pipeline.driver.reduction import PassResult, Reductions
-from pipeline.driver.scheduler import TaskStream
+from pipeline.driver.scheduler import Coroutine
 from pipeline.driver.session import Session, solve_units
 from pipeline.driver.stored_statistics import StoredStatistics
 from pipeline.methods.method import Moment
@@ -30,8 +30,8 @@ from pipeline.units.units import Forward
 
 
 def layers_behind(workers: int) -> int:
-    """Return the largest number of layers that the pass can be ahead of the entered ones. The sums of two are leaving
-    the workers; for each worker, one more is being added, one solved and one written."""
+    """Return how many layers the pass may be ahead of the entered ones. The sums of two layers are leaving the
+    workers. For each worker, one more layer is being added, one solved and one written."""
     return 2 + 3 * max(1, workers)
 
 
@@ -52,7 +52,7 @@ class DenseWalk:
         self.storing: deque[tuple[int, PassResult]] = deque()  # layers whose sums are being stored
         self.samples: dict[int, Mapping[str, ArrayRecord]] = {}  # stored samples without a ledger entry
 
-    def run(self, ranks: RanksOf) -> TaskStream[None]:
+    def run(self, ranks: RanksOf) -> Coroutine[None]:
         """Run the pass, from the last committed hidden states."""
         self.waiting = [layer for layer in self.session.uncompressed() if self.stored.missing(layer)]
         if not self.waiting:
@@ -83,8 +83,8 @@ class DenseWalk:
         yield from self._end(ranks)
 
     def _pass_parts(
-        self, parts: Sequence[Part], units: Callable[..., list[Forward]], store: bool
-    ) -> TaskStream[PassResult]:
+        self, parts: Sequence[LayerPart], units: Callable[..., list[Forward]], store: bool
+    ) -> Coroutine[PassResult]:
         """Pass a layer slice by slice. The moments of each slice are stored during the next one, even if they are not
         kept."""
         while self.collecting:  # a worker holds the sums of two passes at most
@@ -127,7 +127,7 @@ class DenseWalk:
         if not keep:
             self.session.observer.layer_done("statistics", layer, {})
 
-    def _enter_stored(self) -> TaskStream[None]:
+    def _enter_stored(self) -> Coroutine[None]:
         """Wait until the kept moments of the oldest layer are stored, and enter them."""
         layer, result = self.storing.popleft()
         moments = yield from self.reductions.stored(result)
@@ -137,7 +137,7 @@ class DenseWalk:
         self.session.observer.layer_done("statistics", layer, {})
 
     def _finish(self, layer: int) -> None:
-        """Mark a layer as independent of the pass."""
+        """Mark a layer as finished: it needs the pass no longer."""
         self.waiting.remove(layer)
         self._retain_inputs()
 
@@ -150,7 +150,7 @@ class DenseWalk:
 
     # -- solving -----------------------------------------------------------------------------------------------------
 
-    def _advance(self, layer: int, ranks: RanksOf) -> TaskStream[None]:
+    def _advance(self, layer: int, ranks: RanksOf) -> Coroutine[None]:
         """Enter, solve and write earlier layers, before waiting for the shards of this one."""
         while len(self.collecting) > 1:  # a worker holds the sums of two layers at most
             yield from self._collect_one()
@@ -162,7 +162,7 @@ class DenseWalk:
             yield from self.queue.advance(solving=0, writing=len(self.adding))
             yield from self._solve(ranks)
 
-    def _end(self, ranks: RanksOf) -> TaskStream[None]:
+    def _end(self, ranks: RanksOf) -> Coroutine[None]:
         while self.collecting:
             yield from self._collect_one()
         yield from self._solve(ranks)
@@ -172,12 +172,12 @@ class DenseWalk:
         while self.storing:
             yield from self._enter_stored()
 
-    def _collect_one(self) -> TaskStream[None]:
+    def _collect_one(self) -> Coroutine[None]:
         layer, result = self.collecting.popleft()
         yield from self.reductions.collected(result)
         self.adding.append((layer, result))
 
-    def _solve(self, ranks: RanksOf) -> TaskStream[None]:
+    def _solve(self, ranks: RanksOf) -> Coroutine[None]:
         """Start to solve the layers whose sums are collected."""
         layers = []
         for layer, result in self.adding:
@@ -188,7 +188,7 @@ class DenseWalk:
         self.adding = []
         self.queue.begin(layers)
 
-    def _enter_layer(self, layer: int, solved: Solved, record: StagedRecord) -> TaskStream[None]:
+    def _enter_layer(self, layer: int, solved: SolvedLayer, record: StagedRecord) -> Coroutine[None]:
         while self.storing and self.storing[0][0] <= layer:
             yield from self._enter_stored()
         self.session.enter_layer(layer, solved, record)

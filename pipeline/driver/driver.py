@@ -13,13 +13,13 @@ from typing import Any
 
 from manifests.entries import CurvesEntry, MeasuredEntry, RanksEntry
 from manifests.errors import CorruptError, LostInputError
-from manifests.records import ArrayRecord, Key, StagedRecord
+from manifests.records import ArrayRecord, LedgerKey, StagedRecord
 from pipeline.driver.backward_pass import GradientPass
 from pipeline.driver.compressed_walk import CompressedWalk
 from pipeline.driver.corrected_walk import CorrectedWalk
 from pipeline.driver.curves import compute_curves
 from pipeline.driver.dense_walk import DenseWalk
-from pipeline.driver.forward_pass import dense_entry, joined
+from pipeline.driver.forward_units import dense_entry, joined
 from pipeline.driver.in_flight import LayersInFlight
 from pipeline.driver.independent_walk import IndependentWalk
 from pipeline.driver.interfaces import Cleaner, Journal
@@ -40,7 +40,7 @@ from pipeline.driver.ledger_keys import (
     measured_key,
 )
 from pipeline.driver.reduction import PassResult, Reductions
-from pipeline.driver.scheduler import Scheduler, TaskStream
+from pipeline.driver.scheduler import Coroutine, Scheduler
 from pipeline.driver.session import Session, solve_units, write_units
 from pipeline.driver.stored_statistics import StoredStatistics
 from pipeline.methods.method import Moment, Task
@@ -74,7 +74,7 @@ class Driver:
         """Run and enter the phases on which the choice of ranks depends."""
         self._repaired(self._prepare)
 
-    def _repaired(self, phases: Callable[[], TaskStream[None]]) -> None:
+    def _repaired(self, phases: Callable[[], Coroutine[None]]) -> None:
         while True:
             try:
                 return self.session.scheduler.run(phases())
@@ -82,7 +82,7 @@ class Driver:
                 self.session.scheduler.cancel()
                 self.session.repairs.invalidate(error)
 
-    def _prepare(self, with_moments: bool = True) -> TaskStream[None]:
+    def _prepare(self, with_moments: bool = True) -> Coroutine[None]:
         """Run the phases before ranks are chosen. Without `with_moments`, the dense pass sums no moments, because
         `DenseWalk` will."""
         self.stored.retain()
@@ -93,7 +93,7 @@ class Driver:
         yield from self._measure()
         yield from self._predict()
 
-    def _run_phases(self) -> TaskStream[None]:
+    def _run_phases(self) -> Coroutine[None]:
         in_pass = self.job.solves_in_pass()
         yield from self._prepare(with_moments=not in_pass)
         ranks = self.choose_ranks()
@@ -112,7 +112,7 @@ class Driver:
 
     # -- the dense pass: importance, and all statistics with `propagate: dense` -------------------------------------
 
-    def _dense_pass(self, with_moments: bool) -> TaskStream[None]:
+    def _dense_pass(self, with_moments: bool) -> Coroutine[None]:
         last = self.job.num_layers - 1
         span = self.gradients.span()
         missing = [layer for layer in range(last + 1) if not self._is_entered(layer, with_moments, layer in span)]
@@ -151,7 +151,7 @@ class Driver:
         passed: list[tuple[PassResult, Mapping[str, ArrayRecord]]],
         layer: int,
         result: PassResult,
-    ) -> TaskStream[Sequence[ArrayRecord] | None]:
+    ) -> Coroutine[Sequence[ArrayRecord] | None]:
         """Enter the dense pass through a layer when its last part is done.
 
         Return the hidden states that are still needed, or None if none can be dropped: the last committed ones, and
@@ -192,7 +192,7 @@ class Driver:
             self.session.enter(RANKS, entered)
         return entered.ranks
 
-    def _measure(self) -> TaskStream[None]:
+    def _measure(self) -> Coroutine[None]:
         """Measure the dense weights, with one entry per layer."""
         for layers in self._batches("measure", self.job.measures, measured_key):
             units = [Measure(task) for task in self.job.measures if task.layer in layers]
@@ -202,7 +202,7 @@ class Driver:
                 self.session.enter(measured_key(layer), MeasuredEntry(measured=measured))
                 self.observer.layer_done("measure", layer, {})
 
-    def _predict(self) -> TaskStream[None]:
+    def _predict(self) -> Coroutine[None]:
         """Compute curves of predicted loss, with one entry per layer."""
         for layers in self._batches("curves", self.job.predicts, curves_key):
             tasks = {task: self.stored.of_task(task) for task in self.job.predicts if task.layer in layers}
@@ -212,9 +212,11 @@ class Driver:
                 self.session.enter(curves_key(layer), CurvesEntry(curves=of_layer))
                 self.observer.layer_done("curves", layer, {})
 
-    def _batches(self, phase: str, tasks: Sequence[Task], key_of: Callable[[int], Key[Any]]) -> Iterator[list[int]]:
-        """Yield the layers of tasks without an entry, in batches of one layer per worker; begins a phase if there are
-        any."""
+    def _batches(
+        self, phase: str, tasks: Sequence[Task], key_of: Callable[[int], LedgerKey[Any]]
+    ) -> Iterator[list[int]]:
+        """Yield the layers whose tasks have no entry yet, in batches of one layer per worker. Begin a phase if there
+        are any."""
         pending = [layer for layer in layers_of(tasks) if self.journal.get(key_of(layer)) is None]
         if pending:
             self.observer.phase(phase, len(pending), _groups(tasks, pending))
@@ -224,7 +226,7 @@ class Driver:
 
     # -- solving without a walk: without data, or from the statistics of the dense pass ------------------------------
 
-    def _solve_all(self, ranks: RanksOf) -> TaskStream[None]:
+    def _solve_all(self, ranks: RanksOf) -> Coroutine[None]:
         """Solve the remaining layers, several at a time."""
         pending = self.session.uncompressed()
         if not pending:

@@ -11,22 +11,22 @@ from collections.abc import Callable, Sequence
 
 from manifests.records import ArrayRecord
 from pipeline.driver.reduction import PassResult, Reductions
-from pipeline.driver.scheduler import TaskStream
+from pipeline.driver.scheduler import Coroutine
 from pipeline.driver.session import Session
 from pipeline.methods.method import Moment
 from pipeline.units.units import Summable
 
-AHEAD = 3  # one more layer may be reduced at a time per this many workers
+AHEAD = 3  # workers for each further layer that may be reduced at the same time
 
 
 class LayersInFlight:
     """Enters layers in the order of the pass, as soon as their sums are stored."""
 
     def __init__(
-        self, session: Session, enter: Callable[[int, PassResult], TaskStream[Sequence[ArrayRecord] | None]]
+        self, session: Session, enter: Callable[[int, PassResult], Coroutine[Sequence[ArrayRecord] | None]]
     ) -> None:
-        """`enter`: enters a layer. Its stream returns the stored hidden states that are still needed, or None if none
-        can be dropped."""
+        """`enter`: enters a layer. Its coroutine returns the stored hidden states that are still needed, or None if
+        none can be dropped."""
         self.session = session
         self.reductions = Reductions(session)
         self.enter = enter
@@ -35,7 +35,7 @@ class LayersInFlight:
 
     def run(
         self, layer: int, moments: Sequence[Moment], units: Callable[[], Sequence[Summable]], *, stores: bool
-    ) -> TaskStream[None]:
+    ) -> Coroutine[None]:
         """Run the units of all shards of a layer.
 
         `units`: builds the units from the entries that exist when it is called. `stores`: the units store hidden
@@ -52,11 +52,11 @@ class LayersInFlight:
         self.passed.append((layer, result))
         self.allowed = 1 + self.session.pool.size // AHEAD if moments and not stores else 0
 
-    def finish(self) -> TaskStream[None]:
+    def finish(self) -> Coroutine[None]:
         """Enter the remaining layers."""
         yield from self._enter_all_but(0)
 
-    def _enter_all_but(self, count: int) -> TaskStream[Sequence[ArrayRecord] | None]:
+    def _enter_all_but(self, count: int) -> Coroutine[Sequence[ArrayRecord] | None]:
         needed: Sequence[ArrayRecord] | None = None
         while len(self.passed) > count:
             records = yield from self.enter(*self.passed.popleft())

@@ -13,9 +13,9 @@ from dataclasses import replace
 
 from manifests.method_entry import MIXED_SHARE
 from manifests.records import StagedLayer
-from pipeline.driver.corrected_walk import CorrectedWalk, Solved, Targets, stored_targets
+from pipeline.driver.corrected_walk import CorrectedWalk, RefinementRecords, SolvedByTask, stored_targets
 from pipeline.driver.job_spec import RanksOf, trains_mixed
-from pipeline.driver.scheduler import TaskStream
+from pipeline.driver.scheduler import Coroutine
 from pipeline.driver.session import Session
 from pipeline.driver.stored_statistics import StoredStatistics
 from pipeline.methods.method import Task
@@ -31,7 +31,7 @@ class IndependentWalk(CorrectedWalk):
         self.mixed = any(map(trains_mixed, self.job.tasks))
         self.drafts: dict[int, StagedLayer] = {}  # the solved layers that the pass goes through
 
-    def run(self, ranks: RanksOf) -> TaskStream[None]:
+    def run(self, ranks: RanksOf) -> Coroutine[None]:
         """Run the walk."""
         pending = self.session.uncompressed()
         if not pending:
@@ -39,8 +39,8 @@ class IndependentWalk(CorrectedWalk):
         last = pending[-1]
         self.session.observer.phase("correct", len(pending), self.job.shards)
         waiting = [layer for layer in layers_of(self.job.tasks) if layer <= last] if self.mixed else pending
-        targets: dict[int, Targets] = {}
-        solved: dict[int, Solved] = {}
+        targets: dict[int, RefinementRecords] = {}
+        solved: dict[int, SolvedByTask] = {}
         for layer in range(last + 1):
             if not solved and waiting:
                 some, waiting = self.session.batch(waiting)
@@ -59,20 +59,20 @@ class IndependentWalk(CorrectedWalk):
     def _tasks(self, layer: int) -> list[Task]:
         return [task for task in self.job.tasks if task.layer == layer]
 
-    def _solve_some(self, layers: Sequence[int], ranks: RanksOf) -> TaskStream[dict[int, Solved]]:
+    def _solve_some(self, layers: Sequence[int], ranks: RanksOf) -> Coroutine[dict[int, SolvedByTask]]:
         """Solve some layers side by side, and write a draft of each. Return their groups."""
-        solved: dict[int, Solved] = {layer: {} for layer in layers}
-        tasks = {
+        solved: dict[int, SolvedByTask] = {layer: {} for layer in layers}
+        fibers = {
             layer: self.session.scheduler.spawn(self._write_draft(layer, self._tasks(layer), {}, ranks, solved[layer]))
             for layer in layers
         }
-        for layer, task in tasks.items():
-            draft = yield task
+        for layer, fiber in fibers.items():
+            draft = yield fiber
             assert draft is not None, "a claimed layer has groups"
             self.drafts[layer] = draft
         return solved
 
-    def _pass(self, layer: int, *, emit: bool, targets: bool) -> TaskStream[list[ShardDone]]:
+    def _pass(self, layer: int, *, emit: bool, targets: bool) -> Coroutine[list[ShardDone]]:
         """Run all shards through a layer: of both models with `mixed`, else of the dense one."""
         of_layers = self.drafts if self.mixed else {}
         units = self._units(layer, 0, 0, of_layers.get(layer), emit=emit, targets=targets)
@@ -81,14 +81,14 @@ class IndependentWalk(CorrectedWalk):
             passed: list[ShardDone] = yield [replace(unit, replay=replay, share=share) for unit in units]
         return passed
 
-    def _train(self, solved: Mapping[int, Solved], targets: Mapping[int, Targets]) -> TaskStream[None]:
+    def _train(self, solved: Mapping[int, SolvedByTask], targets: Mapping[int, RefinementRecords]) -> Coroutine[None]:
         """Train and enter some layers, and drop their training data."""
-        tasks = {
+        fibers = {
             layer: self.session.scheduler.spawn(self._refine(layer, self.drafts[layer], targets[layer], solved[layer]))
             for layer in targets
         }
         for layer, groups in solved.items():
-            staged, refined = (yield tasks[layer]) if layer in tasks else (self.drafts[layer], None)
+            staged, refined = (yield fibers[layer]) if layer in fibers else (self.drafts[layer], None)
             self.session.enter_layer(layer, [*groups.values()], staged, refined)
         self._drop_drafts(self.drafts.values() if self.mixed else ())
         for records in targets.values():

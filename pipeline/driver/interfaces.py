@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from manifests.entries import GroupReport
-from manifests.records import ArrayRecord, E, Key, StagedRecord
+from manifests.records import ArrayRecord, E, LedgerKey, StagedRecord
 from pipeline.units.units import Unit
 
 
@@ -55,10 +55,10 @@ class BusyPool(Pool, Protocol):
 class Journal(Protocol):
     """The driver's view of the ledger: small immutable entries by key."""
 
-    def commit(self, key: Key[E], record: E) -> None:
+    def commit(self, key: LedgerKey[E], record: E) -> None:
         """Enter a record durably."""
 
-    def get(self, key: Key[E]) -> E | None:
+    def get(self, key: LedgerKey[E]) -> E | None:
         """Return the valid record of a key, if any."""
 
     def retract(self, key: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
-from manifests.records import Curve, Key, StagedLayer
+from manifests.records import Curve, LedgerKey, StagedLayer
 from manifests.schema import Manifest
 from pipeline.driver.interfaces import Journal
 from pipeline.driver.ledger_keys import curves_key, dense_key, layer_key, measured_key
@@ -26,7 +26,7 @@ RanksOf = Mapping[str, Mapping[str, int]]
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerPart:
     """A part of a pass through a layer. `number`: as `Forward.part`. `moments`: the moments summed in it."""
 
     number: int | None
@@ -40,7 +40,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passes:
+class CalibrationPasses:
     """The passes of a job over its calibration text. The manifest and the tasks determine them.
 
     Attributes:
@@ -66,7 +66,7 @@ class Passes:
 
 def passes_of(
     manifest: Manifest, methods: Sequence[Method[Any]], tasks: Sequence[Task], hidden: int, *, gradients: bool = False
-) -> Passes:
+) -> CalibrationPasses:
     """Return the passes of a job.
 
     `hidden`: the width of the model's hidden states. `gradients`: choose samples for the backward pass even if no task
@@ -75,12 +75,12 @@ def passes_of(
     calibration, keep = manifest.calibration, manifest.statistics.keep
     scores = frozenset(score for method in methods for score in method.scores)
     if calibration is None:
-        return Passes(scores=scores, keep_statistics=True if keep is None else keep)
+        return CalibrationPasses(scores=scores, keep_statistics=True if keep is None else keep)
     shards, samples, length = calibration.shards, calibration.samples, calibration.sequence_length
     chosen = 0
     if gradients or any(layer_gradients(tasks, layer) for layer in layers_of(tasks)):
         chosen = gradient_samples(calibration.gradient.samples, samples, length, hidden)
-    return Passes(
+    return CalibrationPasses(
         shards=shards,
         propagate=calibration.propagate,
         scores=scores,
@@ -93,7 +93,7 @@ def passes_of(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job(Passes):
+class Job(CalibrationPasses):
     """The computation of a job.
 
     Attributes:
@@ -117,7 +117,9 @@ class Job(Passes):
     experts: tuple[int, ...] = ()
     held_experts: int = 1
 
-    def parts(self, layer: int, moments: Sequence[Moment], staged: StagedLayer | Unwritten | None = None) -> list[Part]:
+    def parts(
+        self, layer: int, moments: Sequence[Moment], staged: StagedLayer | Unwritten | None = None
+    ) -> list[LayerPart]:
         """Return the parts of a pass through a layer, with their moments: slices of its experts, or the whole layer.
 
         `staged`: the compressed layer; None: the dense one.
@@ -127,7 +129,9 @@ class Job(Passes):
         for moment in moments:
             of_part[self._part_of(moment, len(numbers))].append(moment)
         last = numbers[-1]
-        return [Part(number, tuple(summed), number == last) for number, summed in zip(numbers, of_part, strict=True)]
+        return [
+            LayerPart(number, tuple(summed), number == last) for number, summed in zip(numbers, of_part, strict=True)
+        ]
 
     def _part_of(self, moment: Moment, parts: int) -> int:
         """Return the part that passes a moment's point. The shared expert and the head belong to the last part."""
@@ -206,7 +210,7 @@ def trains_mixed(task: Task) -> bool:
     return task.refine is not None and task.refine.inputs == "mixed"
 
 
-def scores_from_ledger(job: Job, entry: Callable[[Key[Any]], Any], importance: Mapping[int, float]) -> Scores:
+def scores_from_ledger(job: Job, entry: Callable[[LedgerKey[Any]], Any], importance: Mapping[int, float]) -> Scores:
     """Read the scores on which ranks depend. `entry`: returns the entry of a key, or None, or raises."""
     measured: dict[str, Any] = {}
     curves: dict[str, Curve] = {}
@@ -219,7 +223,7 @@ def scores_from_ledger(job: Job, entry: Callable[[Key[Any]], Any], importance: M
     return Scores(importance, measured, curves)
 
 
-def importance_from_ledger(job: Job, entry: Callable[[Key[Any]], Any]) -> dict[int, float]:
+def importance_from_ledger(job: Job, entry: Callable[[LedgerKey[Any]], Any]) -> dict[int, float]:
     """Return the importance of every layer, from the cosines of its shards; empty if no ranks depend on it."""
     if "importance" not in job.scores:
         return {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.driver.scheduler import Task, TaskStream, batch
+from pipeline.driver.scheduler import Coroutine, Fiber, batch
 from pipeline.driver.session import Session
 from pipeline.units.reads import ReadDone, ReadLayer
 
@@ -19,10 +19,10 @@ class LayerReading:
         """`last`: the layer at which the pass ends."""
         self.session = session
         self.last = last
-        self.reading: dict[int, Task[list[ReadDone]]] = {}
+        self.reading: dict[int, Fiber[list[ReadDone]]] = {}
         self.read: dict[int, Handles] = {}
 
-    def weights(self, layer: int) -> TaskStream[tuple[Handles, Handles]]:
+    def weights(self, layer: int) -> Coroutine[tuple[Handles, Handles]]:
         """Return the tensors of a layer and of the next one, and start to read the layer after that."""
         for other in range(layer, min(layer + LAYERS_AHEAD, self.last) + 1):
             self._start(other)
@@ -40,7 +40,7 @@ class LayerReading:
         units = [ReadLayer(layer, part, len(nodes), tuple(near)) for part, near in enumerate(nodes)]
         self.reading[layer] = self.session.scheduler.spawn(batch(units if len(nodes) > 1 else ()))
 
-    def _handles(self, layer: int) -> TaskStream[Handles]:
+    def _handles(self, layer: int) -> Coroutine[Handles]:
         if layer in self.reading:
             parts: list[ReadDone] = yield self.reading.pop(layer)
             self.read[layer] = tuple(part.tensors for part in parts)

@@ -10,7 +10,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from manifests.records import StagedRecord
-from pipeline.driver.scheduler import Reached, Task, TaskStream, batch, gather
+from pipeline.driver.scheduler import Coroutine, Fiber, Reached, batch, gather
 from pipeline.driver.session import Session, write_unit
 from pipeline.units.units import Solve, SolveDone, SolveSizes, Write
 
@@ -45,34 +45,34 @@ def solve_layers(
     layers: Sequence[int],
     solves_of: Callable[[int], LayerSolves],
     entered: Callable[[Sequence[int]], None],
-) -> TaskStream[None]:
+) -> Coroutine[None]:
     """Solve, write and enter layers in order, several at a time (`layers_written_together`).
 
     `entered`: called with the remaining layers whenever one is entered.
     """
-    pending, solving, writing = deque(layers), deque[_LayerTask](), deque[_LayerTask]()
+    pending, solving, writing = deque(layers), deque[_LayerFiber](), deque[_LayerFiber]()
     groups = 1
     while pending or solving or writing:
         while pending and len(solving) <= layers_written_together(session.pool.size, groups):
             solves = solves_of(pending[0])
             groups = len(solves.units)
-            solving.append(_LayerTask(pending.popleft(), solves, session.scheduler.spawn(_solve(session, solves))))
+            solving.append(_LayerFiber(pending.popleft(), solves, session.scheduler.spawn(_solve(session, solves))))
         if solving:
-            yield solving[0].task.stage(SOLVED)
+            yield solving[0].fiber.stage(SOLVED)
             writing.append(solving.popleft())
         while writing and (not solving or len(writing) > layers_written_together(session.pool.size, groups)):
             first = writing.popleft()
-            first.solves.enter(*(yield first.task))
+            first.solves.enter(*(yield first.fiber))
             entered([*pending, *(each.layer for each in solving), *(each.layer for each in writing)])
 
 
-class _LayerTask(NamedTuple):
+class _LayerFiber(NamedTuple):
     layer: int
     solves: LayerSolves
-    task: Task[tuple[list[Any], list[StagedRecord]]]
+    fiber: Fiber[tuple[list[Any], list[StagedRecord]]]
 
 
-def _solve(session: Session, solves: LayerSolves) -> TaskStream[tuple[list[Any], list[StagedRecord]]]:
+def _solve(session: Session, solves: LayerSolves) -> Coroutine[tuple[list[Any], list[StagedRecord]]]:
     """Solve and write a layer. Return the solutions and the records of the written layers."""
     solutions: list[Any] = yield solves.units
     written = session.scheduler.spawn(session.build_on(solutions, solves.units, solves.writes))
@@ -80,7 +80,7 @@ def _solve(session: Session, solves: LayerSolves) -> TaskStream[tuple[list[Any],
     return solutions, (yield written)
 
 
-Solved = list[tuple[Solve, SolveDone]]  # the groups of a layer
+SolvedLayer = list[tuple[Solve, SolveDone]]  # the groups of a layer
 
 
 class SolveQueue:
@@ -90,12 +90,12 @@ class SolveQueue:
     cannot be recomputed, and LostInputError is raised.
     """
 
-    def __init__(self, session: Session, enter: Callable[[int, Solved, StagedRecord], TaskStream[None]]) -> None:
+    def __init__(self, session: Session, enter: Callable[[int, SolvedLayer, StagedRecord], Coroutine[None]]) -> None:
         """`enter`: enters a written layer."""
         self.session = session
         self.enter = enter
-        self.solving: deque[list[tuple[Solve, Task[list[Any]]]]] = deque()
-        self.writing: deque[tuple[Solved, Write, Task[list[Any]]]] = deque()
+        self.solving: deque[list[tuple[Solve, Fiber[list[Any]]]]] = deque()
+        self.writing: deque[tuple[SolvedLayer, Write, Fiber[list[Any]]]] = deque()
 
     def __len__(self) -> int:
         return len(self.solving) + len(self.writing)
@@ -109,14 +109,14 @@ class SolveQueue:
         """Start to solve some layers: the first group of every layer, then the second, and so on. Units submitted
         together then take about the same time, so that no worker waits for another."""
         units = [unit for same_group in zip_longest(*layers) for unit in same_group if unit is not None]
-        tasks = {unit.key: self.session.scheduler.spawn(batch([unit])) for unit in units}
-        self.solving.extend([(unit, tasks[unit.key]) for unit in layer] for layer in layers)
+        fibers = {unit.key: self.session.scheduler.spawn(batch([unit])) for unit in units}
+        self.solving.extend([(unit, fibers[unit.key]) for unit in layer] for layer in layers)
 
-    def advance(self, solving: float = inf, writing: float = inf) -> TaskStream[None]:
+    def advance(self, solving: float = inf, writing: float = inf) -> Coroutine[None]:
         """Write solved layers and enter written ones. Wait until at most `solving` layers are being solved, then
         until at most `writing` layers are being written."""
         while True:
-            if self.solving and all(task.done for _, task in self.solving[0]):
+            if self.solving and all(fiber.done for _, fiber in self.solving[0]):
                 yield from self._write()
             elif self.writing and self.writing[0][2].done:
                 yield from self._enter()
@@ -127,16 +127,16 @@ class SolveQueue:
             else:
                 return
 
-    def _write(self) -> TaskStream[None]:
-        units, tasks = zip(*self.solving.popleft(), strict=True)
-        solutions = yield from gather(tasks)
+    def _write(self) -> Coroutine[None]:
+        units, fibers = zip(*self.solving.popleft(), strict=True)
+        solutions = yield from gather(fibers)
         solved = list(_solved(units, solutions))
         write = write_unit(units[0].task.layer, solved)
         self.writing.append((solved, write, self.session.scheduler.spawn(batch([write]))))
 
-    def _enter(self) -> TaskStream[None]:
-        solved, write, task = self.writing.popleft()
-        (record,) = yield task
+    def _enter(self) -> Coroutine[None]:
+        solved, write, fiber = self.writing.popleft()
+        (record,) = yield fiber
         yield from self.enter(write.layer, solved, record)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from manifests.errors import CorruptError, LostInputError
-from manifests.records import Key, Record
+from manifests.records import LedgerKey, Record
 from pipeline.driver.interfaces import Journal, Observer
 from pipeline.driver.ledger_dependencies import dependents, fields_of, kind_of
 from pipeline.driver.ledger_keys import activations_key, dense_key, gradient_key, layer_key, statistics_key
@@ -15,7 +15,7 @@ from pipeline.driver.ledger_keys import activations_key, dense_key, gradient_key
 REPAIRS = 3
 
 
-def computed_keys(num_layers: int) -> list[Key[Any]]:
+def computed_keys(num_layers: int) -> list[LedgerKey[Any]]:
     """Return the keys of all entries of the driver that name stored data."""
     kinds = (dense_key, gradient_key, statistics_key, activations_key, layer_key)
     return [key_of(layer) for key_of in kinds for layer in range(num_layers + 1)]
@@ -24,11 +24,11 @@ def computed_keys(num_layers: int) -> list[Key[Any]]:
 class Repairs:
     """Invalidates entries of damaged data, and ends the job when the same data is damaged repeatedly."""
 
-    def __init__(self, journal: Journal, keys: Sequence[Key[Any]], observer: Observer) -> None:
+    def __init__(self, journal: Journal, keys: Sequence[LedgerKey[Any]], observer: Observer) -> None:
         """`keys`: the keys of all entries that may name damaged data."""
         self.journal = journal
         self.observer = observer
-        self.counts: Counter[str] = Counter()  # by entry; "": losses since the last commit
+        self.counts: Counter[str] = Counter()  # repairs of each entry; "": losses since the last commit
         self.keys = keys
 
     def progress(self) -> None:
@@ -52,7 +52,7 @@ class Repairs:
         for key, entry in entries.items():
             self._invalidate(key, entry, path)
 
-    def _invalidate(self, key: Key[Any], entry: Record, path: str) -> None:
+    def _invalidate(self, key: LedgerKey[Any], entry: Record, path: str) -> None:
         """Retract the damaged part of an entry, and everything that has to be recomputed with it."""
         field = next((field for field in fields_of(key) if _names(getattr(entry, field), path)), "")
         name = f"{kind_of(key)}.{field}" if field else kind_of(key)
@@ -65,7 +65,7 @@ class Repairs:
                 if kind_of(other) == kind:
                     self._remove(other, part)
 
-    def _remove(self, key: Key[Any], field: str) -> None:
+    def _remove(self, key: LedgerKey[Any], field: str) -> None:
         """Retract an entry, or enter it again without one of its fields."""
         entry = self.journal.get(key)
         if entry is None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from manifests.errors import LostInputError
 from manifests.records import ArrayRecord
-from pipeline.driver.scheduler import UNTIL_WANTED, Reached, Task, TaskStream, batch
+from pipeline.driver.scheduler import UNTIL_WANTED, Coroutine, Fiber, Reached, batch
 from pipeline.driver.session import Session
 from pipeline.methods.method import Moment
 from pipeline.units.sums import (
@@ -35,11 +35,11 @@ from pipeline.units.units import ShardDone, Summable
 
 COLLECTED, ADDED = "collected", "added"  # stages of a reduction
 Grids = Mapping[Moment, Any]  # handles
-Parts = Mapping[Moment, tuple[Any, ...]]  # handles
+SumHandles = Mapping[Moment, tuple[Any, ...]]  # of the parts of each sum
 
 
 @dataclass(frozen=True)
-class _Part:
+class _WorkerSums:
     """The collected sums of one worker, in at most `cut` parts for each moment. `key`: the key of its `Collect`."""
 
     key: str
@@ -51,8 +51,8 @@ class _Part:
         """The name of the worker."""
         return self.key.rpartition("/")[2]
 
-    def without_diagonals(self) -> _Part:
-        """Return the part without the diagonals, which only the check of the grids needs."""
+    def without_diagonals(self) -> _WorkerSums:
+        """Return the sums without the diagonals, which only the check of the grids needs."""
         return replace(self, done=replace(self.done, diagonals={}))
 
 
@@ -61,14 +61,14 @@ class _Group:
     """Moments of some units that share one set of grids.
 
     Attributes:
-        parts: the collected sums; empty once they are added.
+        collected: the collected sums; empty once they are added.
         added: keys of the finished `Add` units.
         summed: the moments over all shards.
     """
 
     units: Sequence[Summable]
     grids: Grids
-    parts: list[_Part]
+    collected: list[_WorkerSums]
     added: frozenset[str] = frozenset()
     summed: dict[Moment, Summed] = field(default_factory=dict)
 
@@ -80,13 +80,13 @@ class PassResult:
     Attributes:
         done: the results of the units, without samples of values, which would stay in memory during the next pass.
         samples: key -> record of stored samples.
-        reduction: the task that adds and stores the moments, and returns their records by key; None without moments.
+        reduction: the fiber that adds and stores the moments, and returns their records by key; None without moments.
         groups: the groups of the reduction, filled when it reaches `COLLECTED`.
     """
 
     done: list[ShardDone]
     samples: Mapping[str, ArrayRecord]
-    reduction: Task[dict[str, ArrayRecord]] | None = None
+    reduction: Fiber[dict[str, ArrayRecord]] | None = None
     groups: list[_Group] = field(default_factory=list)
 
 
@@ -96,7 +96,7 @@ class Reductions:
     def __init__(self, session: Session) -> None:
         self.session = session
 
-    def choose(self, moments: Sequence[Moment], units: Sequence[Summable]) -> Task[Grids]:
+    def choose(self, moments: Sequence[Moment], units: Sequence[Summable]) -> Fiber[Grids]:
         """Start to choose the grids for the sums of these units; none if there is nothing to sum."""
         values = tuple(moment for moment in moments if moment.kind in SUMMED)
         choosing = [ChooseGrids(replace(units[0], moments=values))] if values else []
@@ -104,7 +104,7 @@ class Reductions:
 
     def run(
         self, moments: Sequence[Moment], units: Sequence[Summable], store: bool = True, grids: Grids | None = None
-    ) -> TaskStream[PassResult]:
+    ) -> Coroutine[PassResult]:
         """Run the units of all shards, and start to reduce their sums. `grids`: the grids, if already chosen."""
         samples = tuple(moment for moment in moments if moment.kind == "sample")
         grids = (yield self.choose(moments, units)) if grids is None else grids
@@ -122,18 +122,18 @@ class Reductions:
         records = yield from self._samples(samples, without_sums, done)
         return PassResult(_stripped(done), records, reduction, groups)
 
-    def collected(self, result: PassResult) -> TaskStream[None]:
+    def collected(self, result: PassResult) -> Coroutine[None]:
         """Wait until the sums of a pass have left the workers and are within their grids."""
         if result.reduction:
             yield result.reduction.stage(COLLECTED)
 
-    def summed(self, result: PassResult) -> TaskStream[dict[str, Summed]]:
+    def summed(self, result: PassResult) -> Coroutine[dict[str, Summed]]:
         """Wait for the moments over all shards, by key, before they are stored."""
         if result.reduction:
             yield result.reduction.stage(ADDED)
         return {moment.key: summed for group in result.groups for moment, summed in group.summed.items()}
 
-    def stored(self, result: PassResult) -> TaskStream[dict[str, ArrayRecord]]:
+    def stored(self, result: PassResult) -> Coroutine[dict[str, ArrayRecord]]:
         """Wait for the records of the stored moments over all shards, by key. Lost results are recomputed."""
         moments = (yield result.reduction) if result.reduction else {}
         return {**result.samples, **moments}
@@ -142,38 +142,40 @@ class Reductions:
 
     def _reduce(
         self, units: Sequence[Summable], workers: Sequence[str], grids: Grids, store: bool, groups: list[_Group]
-    ) -> TaskStream[dict[str, ArrayRecord]]:
-        """Collect, check, add and store the moments. Lost shards are run again once the main stream waits."""
+    ) -> Coroutine[dict[str, ArrayRecord]]:
+        """Collect, check, add and store the moments. Lost shards are run again once the main fiber waits."""
         cut = max(1, self.session.pool.size)
-        parts = yield from self._collected_once(units, workers, cut)
-        if missing := _missing(units, parts):
+        collected = yield from self._collected_once(units, workers, cut)
+        if missing := _missing(units, collected):
             yield UNTIL_WANTED
-            parts += yield from self._rerun(missing, grids, parts[0].cut if parts else None)
-        groups += yield from self._within_grids(units, grids, parts)
-        del parts
+            collected += yield from self._rerun(missing, grids, collected[0].cut if collected else None)
+        groups += yield from self._within_grids(units, grids, collected)
+        del collected
         yield Reached(COLLECTED)
         finishing = [self.session.scheduler.spawn(self._finish(group, store)) for group in groups]
-        for task in finishing:
-            yield task.stage(ADDED)
+        for fiber in finishing:
+            yield fiber.stage(ADDED)
         yield Reached(ADDED)
         records: dict[str, ArrayRecord] = {}
-        for task in finishing:
-            records |= yield task
+        for fiber in finishing:
+            records |= yield fiber
         return records
 
-    def _within_grids(self, units: Sequence[Summable], grids: Grids, parts: list[_Part]) -> TaskStream[list[_Group]]:
+    def _within_grids(
+        self, units: Sequence[Summable], grids: Grids, collected: list[_WorkerSums]
+    ) -> Coroutine[list[_Group]]:
         """Check sums against their grids. Moments that exceed theirs are summed again, on their own, with wider
         grids."""
         try:
-            (checked,) = yield [_check(units, grids, parts)]
+            (checked,) = yield [_check(units, grids, collected)]
         except LostInputError as error:
             yield UNTIL_WANTED
-            parts = yield from self._replaced(units, grids, parts, error)
-            groups: list[_Group] = yield from self._within_grids(units, grids, parts)
+            collected = yield from self._replaced(units, grids, collected, error)
+            groups: list[_Group] = yield from self._within_grids(units, grids, collected)
             return groups
         wider: Grids = checked.wider
         kept = {moment: grid for moment, grid in grids.items() if moment not in wider}
-        groups = [_Group(units, kept, [part.without_diagonals() for part in parts])] if kept else []
+        groups = [_Group(units, kept, [each.without_diagonals() for each in collected])] if kept else []
         if wider:
             yield UNTIL_WANTED
             units = _for_sums_only(units, wider)
@@ -181,7 +183,7 @@ class Reductions:
             groups += yield from self._within_grids(units, wider, (yield from self._collected(units, _workers(done))))
         return groups
 
-    def _finish(self, group: _Group, store: bool) -> TaskStream[dict[str, ArrayRecord]]:
+    def _finish(self, group: _Group, store: bool) -> Coroutine[dict[str, ArrayRecord]]:
         """Add and store the moments of a group."""
         first = group.units[0]
         while True:
@@ -194,78 +196,87 @@ class Reductions:
             except LostInputError as error:
                 yield UNTIL_WANTED
                 lost = not group.added.isdisjoint(error.producers)
-                group.parts = yield from self._replaced(group.units, group.grids, group.parts, error, lost)
+                group.collected = yield from self._replaced(group.units, group.grids, group.collected, error, lost)
 
-    def _add(self, group: _Group) -> TaskStream[None]:
+    def _add(self, group: _Group) -> Coroutine[None]:
         """Add the sums of all workers, within each node first."""
-        nodes: dict[str, list[_Part]] = {}
-        for part in group.parts:
-            nodes.setdefault(part.done.node, []).append(part)
+        nodes: dict[str, list[_WorkerSums]] = {}
+        for each in group.collected:
+            nodes.setdefault(each.done.node, []).append(each)
         if len(nodes) > 1:
             added = yield from self._add_each(group, nodes)
-            parts = [_Part("", CollectDone(partials, {}, ()), 0) for partials in added.values()]
+            collected = [_WorkerSums("", CollectDone(partials, {}, ()), 0) for partials in added.values()]
         else:
-            parts = group.parts
-        whole = yield from self._add_each(group, {"": parts})
-        tokens = {moment: sum(part.done.tokens[moment] for part in group.parts) for moment in group.grids}
-        group.parts = []
+            collected = group.collected
+        whole = yield from self._add_each(group, {"": collected})
+        tokens = {moment: sum(each.done.tokens[moment] for each in group.collected) for moment in group.grids}
+        group.collected = []
         group.summed = {moment: Summed(grid, whole[""][moment], tokens[moment]) for moment, grid in group.grids.items()}
 
-    def _add_each(self, group: _Group, nodes: Mapping[str, list[_Part]]) -> TaskStream[dict[str, Parts]]:
+    def _add_each(self, group: _Group, nodes: Mapping[str, list[_WorkerSums]]) -> Coroutine[dict[str, SumHandles]]:
         """Add the sums of each node, part by part. A single sum is returned unchanged."""
         lineage, layer = group.units[0].lineage, group.units[0].layer
         adds = [
-            Add(lineage, layer, moment, number, same, node, tuple(part.worker for part in parts if node))
-            for node, parts in nodes.items()
+            Add(lineage, layer, moment, number, same, node, tuple(each.worker for each in collected if node))
+            for node, collected in nodes.items()
             for moment in group.grids
-            if len(parts) > 1
-            for number, same in enumerate(zip(*(part.done.partials[moment] for part in parts), strict=True))
+            if len(collected) > 1
+            for number, same in enumerate(zip(*(each.done.partials[moment] for each in collected), strict=True))
         ]
         sums: dict[str, dict[Moment, tuple[Any, ...]]] = {node: dict.fromkeys(group.grids, ()) for node in nodes}
         for add, done in zip(adds, (yield adds), strict=True):
             sums[add.node][add.moment] += (done.part,)
         group.added |= {add.key for add in adds}
-        return {node: parts[0].done.partials if len(parts) == 1 else sums[node] for node, parts in nodes.items()}
+        return {
+            node: collected[0].done.partials if len(collected) == 1 else sums[node] for node, collected in nodes.items()
+        }
 
     # -- lost sums --------------------------------------------------------------------------------------------------
 
     def _replaced(
-        self, units: Sequence[Summable], grids: Grids, parts: list[_Part], error: LostInputError, known: bool = False
-    ) -> TaskStream[list[_Part]]:
-        """Return the parts, with lost ones summed again.
+        self,
+        units: Sequence[Summable],
+        grids: Grids,
+        collected: list[_WorkerSums],
+        error: LostInputError,
+        known: bool = False,
+    ) -> Coroutine[list[_WorkerSums]]:
+        """Return the collected sums, with lost ones summed again.
 
         Raises the error if it names none of them, unless the loss is `known` and repaired elsewhere.
         """
-        remaining = [part for part in parts if part.key not in error.producers]
-        if len(remaining) == len(parts) and not known:
+        remaining = [each for each in collected if each.key not in error.producers]
+        if len(remaining) == len(collected) and not known:
             raise error
         self.session.repairs.invalidate(error)
         if missing := _missing(units, remaining):
             remaining += yield from self._rerun(missing, grids, remaining[0].cut if remaining else None)
         return remaining
 
-    def _rerun(self, units: Sequence[Summable], grids: Grids, cut: int | None) -> TaskStream[list[_Part]]:
+    def _rerun(self, units: Sequence[Summable], grids: Grids, cut: int | None) -> Coroutine[list[_WorkerSums]]:
         """Run some shards again for their sums only, and collect these."""
         units = _for_sums_only(units, grids)
         done = yield units
-        parts: list[_Part] = yield from self._collected(units, _workers(done), cut)
-        return parts
+        collected: list[_WorkerSums] = yield from self._collected(units, _workers(done), cut)
+        return collected
 
     def _collected(
         self, units: Sequence[Summable], workers: Sequence[str], cut: int | None = None
-    ) -> TaskStream[list[_Part]]:
+    ) -> Coroutine[list[_WorkerSums]]:
         """Collect the sums of these units. The shards of lost workers are run again."""
         cut = max(1, self.session.pool.size) if cut is None else cut
         assert units[0].sums is not None
-        grids, parts = units[0].sums.grids, list[_Part]()
+        grids, collected = units[0].sums.grids, list[_WorkerSums]()
         while True:
-            parts += yield from self._collected_once(units, workers, cut)
-            if not (missing := _missing(units, parts)):
-                return parts
+            collected += yield from self._collected_once(units, workers, cut)
+            if not (missing := _missing(units, collected)):
+                return collected
             units = _for_sums_only(missing, grids)
             workers = _workers((yield units))
 
-    def _collected_once(self, units: Sequence[Summable], workers: Sequence[str], cut: int) -> TaskStream[list[_Part]]:
+    def _collected_once(
+        self, units: Sequence[Summable], workers: Sequence[str], cut: int
+    ) -> Coroutine[list[_WorkerSums]]:
         """Collect the sums of the workers that still exist."""
         first, sums = units[0], units[0].sums
         assert sums is not None
@@ -274,11 +285,11 @@ class Reductions:
             for worker in workers
         ]
         results = zip(collects, (yield collects), strict=True)
-        return [_Part(unit.key, done, cut) for unit, done in results if done is not None and done.shards]
+        return [_WorkerSums(unit.key, done, cut) for unit, done in results if done is not None and done.shards]
 
     def _samples(
         self, samples: tuple[Moment, ...], units: Sequence[Summable], done: list[ShardDone]
-    ) -> TaskStream[dict[str, ArrayRecord]]:
+    ) -> Coroutine[dict[str, ArrayRecord]]:
         if not samples:
             return {}
         first = units[0]
@@ -286,7 +297,7 @@ class Reductions:
         return records
 
 
-def _chosen(choosing: Sequence[ChooseGrids]) -> TaskStream[Grids]:
+def _chosen(choosing: Sequence[ChooseGrids]) -> Coroutine[Grids]:
     results: list[ChooseGridsDone] = yield from batch(choosing)
     return {moment: grid for done in results for moment, grid in done.grids.items()}
 
@@ -307,15 +318,15 @@ def _workers(done: Sequence[ShardDone]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(result.worker for result in done))
 
 
-def _missing(units: Sequence[Summable], parts: Sequence[_Part]) -> list[Summable]:
-    """Return the units whose shards are in none of the parts."""
-    present = [shard for part in parts for shard in part.done.shards]
+def _missing(units: Sequence[Summable], collected: Sequence[_WorkerSums]) -> list[Summable]:
+    """Return the units whose shards are in none of the sums."""
+    present = [shard for each in collected for shard in each.done.shards]
     assert len(present) == len(set(present)), "a shard is added once"
     return [unit for unit in units if unit.shard not in present]
 
 
-def _check(units: Sequence[Summable], grids: Grids, parts: Sequence[_Part]) -> CheckGrids:
-    diagonals = {moment: tuple(part.done.diagonals[moment] for part in parts) for moment in grids}
+def _check(units: Sequence[Summable], grids: Grids, collected: Sequence[_WorkerSums]) -> CheckGrids:
+    diagonals = {moment: tuple(each.done.diagonals[moment] for each in collected) for moment in grids}
     return CheckGrids(units[0].lineage, units[0].layer, grids, diagonals, units[0].part)
 
 

@@ -19,7 +19,7 @@ from pipeline.driver.interfaces import Cleaner, Journal
 from pipeline.driver.job_spec import LayersEntered
 from pipeline.driver.ledger_keys import scored_key
 from pipeline.driver.recovery import Repairs
-from pipeline.driver.scheduler import NOTHING_DUE, Scheduler, Task, TaskStream
+from pipeline.driver.scheduler import NOTHING_DUE, Coroutine, Fiber, Scheduler
 from pipeline.units.questions import Answer, Answers, Questions
 from pipeline.units.scores import Score, Scored, Teach, WindowForward, Windows
 from pipeline.units.units import ShardDone
@@ -59,8 +59,8 @@ class Scorer:
         model = _Model(self, windows, name, layers)
         return model.repaired(model.outputs)
 
-    def outputs_stream(self, windows: Windows, name: str, layers: Layers) -> TaskStream[tuple[ArrayRecord, ...]]:
-        """Return the stream of `outputs`, to run in the background. It does not repair damaged data."""
+    def outputs_coroutine(self, windows: Windows, name: str, layers: Layers) -> Coroutine[tuple[ArrayRecord, ...]]:
+        """Return the coroutine of `outputs`, to run in the background. It does not repair damaged data."""
         return _Model(self, windows, name, layers).outputs()
 
     def score(self, windows: Windows, name: str, layers: Layers, dense: Outputs = ()) -> Scored:
@@ -88,11 +88,11 @@ class Scorer:
         model = _Model(self, windows, name, layers)
         return model.repaired(lambda: model.taught(taught))
 
-    def score_stream(
-        self, windows: Windows, name: str, layers: Layers, dense: Outputs | Task[tuple[ArrayRecord, ...]]
-    ) -> TaskStream[Scored]:
-        """Return the stream of `score`, to run in the background. It waits for layers that are not final, and for the
-        other model's outputs. It does not repair damaged data."""
+    def score_coroutine(
+        self, windows: Windows, name: str, layers: Layers, dense: Outputs | Fiber[tuple[ArrayRecord, ...]]
+    ) -> Coroutine[Scored]:
+        """Return the coroutine of `score`, to run in the background. It waits for layers that are not final, and for
+        the other model's outputs. It does not repair damaged data."""
         return _Model(self, windows, name, layers).score(dense)
 
     def answers(self, questions: Questions, name: str, layers: Layers) -> list[Answers]:
@@ -154,47 +154,47 @@ class _Model:
         keys = [scored_key(name, layer) for layer in range(scorer.num_layers + 1)]
         self.repairs = Repairs(scorer.journal, keys, self.observer)
 
-    def repaired(self, stream: Callable[[], TaskStream[T]]) -> T:
-        """Run a stream on a pool without other work. Restart it from the last entry if hidden states are damaged or
+    def repaired(self, coroutine: Callable[[], Coroutine[T]]) -> T:
+        """Run a coroutine on a pool without other work. Restart it from the last entry if hidden states are damaged or
         lost."""
         scheduler = self.scorer.scheduler
         while True:
             scheduler.pool.forget()  # workers may hold hidden states of an earlier model with this name
             try:
-                return scheduler.run(stream())
+                return scheduler.run(coroutine())
             except (CorruptError, LostInputError) as error:
                 scheduler.cancel()
                 self.repairs.invalidate(error)
                 if isinstance(error, CorruptError):  # the data of earlier entries was dropped
                     self.scorer.forget(self.name)
 
-    def outputs(self) -> TaskStream[tuple[ArrayRecord, ...]]:
+    def outputs(self) -> Coroutine[tuple[ArrayRecord, ...]]:
         """Run all shards through all layers. Return the records of the last layer's outputs."""
         _, records, _ = yield from self._through(self.shards)
         assert records is not None
         return records
 
-    def score(self, dense: Outputs | Task[tuple[ArrayRecord, ...]]) -> TaskStream[Scored]:
+    def score(self, dense: Outputs | Fiber[tuple[ArrayRecord, ...]]) -> Coroutine[Scored]:
         """Run all shards through all layers and the head. Return the sum of their scores."""
         base, records, _ = yield from self._through(())
-        outputs: Outputs = (yield dense) if isinstance(dense, Task) else dense
+        outputs: Outputs = (yield dense) if isinstance(dense, Fiber) else dense
         scores: list[Scored] = yield self._scores(self.shards, base, records, outputs)
         return sum(scores, Scored(0.0, 0))
 
-    def scores_and_outputs(self, scored: int) -> TaskStream[tuple[list[Scored], tuple[ArrayRecord, ...]]]:
+    def scores_and_outputs(self, scored: int) -> Coroutine[tuple[list[Scored], tuple[ArrayRecord, ...]]]:
         """Run all shards through all layers, and the first ones through the head. Return the scores of the first
         shards, in order, and the records of the last layer's outputs of the others."""
         base, records, outputs = yield from self._through(self.shards[scored:])
         scores: list[Scored] = yield self._scores(self.shards[:scored], base, records)
         return scores, outputs
 
-    def answers(self) -> TaskStream[list[Answers]]:
+    def answers(self) -> Coroutine[list[Answers]]:
         """Run all shards through all layers, and answer their questions. Return the answers by shard."""
         base, records, _ = yield from self._through(())
         answers: list[Answers] = yield self._scores(self.shards, base, records, unit=Answer)
         return answers
 
-    def taught(self, taught: int) -> TaskStream[tuple[tuple[ArrayRecord, ...], tuple[ArrayRecord, ...]]]:
+    def taught(self, taught: int) -> Coroutine[tuple[tuple[ArrayRecord, ...], tuple[ArrayRecord, ...]]]:
         """Run all shards through all layers. Return the records of the rows of the first ones, and of the last layer's
         outputs of the others."""
         base, records, outputs = yield from self._through(self.shards[taught:])
@@ -226,7 +226,7 @@ class _Model:
 
     def _through(
         self, kept: Collection[int]
-    ) -> TaskStream[tuple[int, tuple[ArrayRecord, ...] | None, tuple[ArrayRecord, ...]]]:
+    ) -> Coroutine[tuple[int, tuple[ArrayRecord, ...] | None, tuple[ArrayRecord, ...]]]:
         """Run all shards through all layers, and store the last layer's outputs of the `kept` ones.
 
         Return the last layer with committed inputs, their records, and the records of the kept outputs. The outputs of

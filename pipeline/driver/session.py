@@ -7,13 +7,13 @@ from typing import Any
 
 from manifests.entries import GroupReport, LayerEntry
 from manifests.errors import CorruptError, LostInputError
-from manifests.records import ArrayRecord, E, FormSpec, Key, RefinedFigures, StagedRecord
-from pipeline.driver.forward_pass import ForwardPass
+from manifests.records import ArrayRecord, E, FormSpec, LedgerKey, RefinedFigures, StagedRecord
+from pipeline.driver.forward_units import ForwardUnits
 from pipeline.driver.interfaces import Cleaner, Journal
 from pipeline.driver.job_spec import Job, RanksOf, staged_layer
 from pipeline.driver.ledger_keys import curves_key, layer_key
 from pipeline.driver.recovery import Repairs, computed_keys
-from pipeline.driver.scheduler import Scheduler, TaskStream
+from pipeline.driver.scheduler import Coroutine, Scheduler
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import layers_of
 from pipeline.units.sums import Summed
@@ -35,10 +35,10 @@ class Session:
         self.observer = scheduler.observer
         self.journal = journal
         self.cleaner = cleaner
-        self.forwards = ForwardPass(job, journal)
+        self.forwards = ForwardUnits(job, journal)
         self.repairs = Repairs(journal, computed_keys(job.num_layers), self.observer)
 
-    def enter(self, key: Key[E], record: E) -> None:
+    def enter(self, key: LedgerKey[E], record: E) -> None:
         """Commit an entry."""
         self.journal.commit(key, record)
         self.repairs.progress()
@@ -65,7 +65,7 @@ class Session:
         """Commit a compressed layer and report it to the observer."""
         self.observer.layer_done("compress", layer, self.commit_layer(layer, solved, record, refined).groups)
 
-    def entry(self, key: Key[E]) -> E:
+    def entry(self, key: LedgerKey[E]) -> E:
         """Read an entry that must exist. Raises CorruptError if it is missing or damaged."""
         entry = self.journal.get(key)
         if entry is None:
@@ -92,7 +92,7 @@ class Session:
 
     def build_on(
         self, results: list[Any], producers: Sequence[Unit], consumers: Callable[[list[Any]], Sequence[Unit]]
-    ) -> TaskStream[list[Any]]:
+    ) -> Coroutine[list[Any]]:
         """Run the units that `consumers` builds from the `results` of `producers`. Return their results.
 
         Results that were lost with a worker are recomputed and replaced in `results`. Raises LostInputError if anything
@@ -113,7 +113,7 @@ class Session:
 
     def store_samples(
         self, lineage: Lineage, layer: int, samples: Sequence[Moment], units: Sequence[Unit], results: list[ShardDone]
-    ) -> TaskStream[dict[str, ArrayRecord]]:
+    ) -> Coroutine[dict[str, ArrayRecord]]:
         """Store the samples of values in the results of the units of all shards, in shard order: key -> record."""
 
         def reduce_units(results: Sequence[ShardDone]) -> list[Unit]:

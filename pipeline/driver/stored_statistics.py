@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from manifests.records import ArrayRecord, Key
+from manifests.records import ArrayRecord, LedgerKey
 from pipeline.driver.job_spec import trains_mixed
 from pipeline.driver.ledger_keys import dense_key, gradient_key, layer_key, statistics_key
 from pipeline.driver.session import Session
@@ -45,15 +45,15 @@ class StoredStatistics:
         return {moment: entered[moment.key] for moment in task.moments}
 
     def retain(self, also: Iterable[ArrayRecord] = ()) -> None:
-        """Drop the moments of finished layers, unless they are kept, and moments without an entry, which an
-        interruption has left, except `also`. Walks of mixed inputs keep all moments to the end, because a walk that
-        resumes solves the finished layers again."""
+        """Drop the moments of finished layers, unless the job keeps them. Also drop moments that an interruption has
+        left without an entry, except those in `also`. Walks of mixed inputs keep all moments to the end, because a
+        resumed walk solves the finished layers again."""
         live = [*also]
         mixed = any(map(trains_mixed, self.job.tasks)) and bool(self.session.uncompressed())
         kept = self.job.keep_statistics or mixed
         for layer in range(self.job.num_layers):
             if kept or self.session.journal.get(layer_key(layer)) is None:
-                keys: list[Key[Any]] = [dense_key(layer), gradient_key(layer), statistics_key(layer)]
+                keys: list[LedgerKey[Any]] = [dense_key(layer), gradient_key(layer), statistics_key(layer)]
                 for key in keys:
                     entry = self.session.journal.get(key)
                     live += entry.statistics.values() if entry else ()

@@ -15,7 +15,7 @@ from lamina import LayersConfig
 from manifests.errors import InputError
 from manifests.schema import Perplexity, Workers
 from pipeline.console.progress import JobObserver
-from pipeline.driver.scheduler import Scheduler, TaskStream
+from pipeline.driver.scheduler import Coroutine, Scheduler
 from pipeline.driver.scoring import window_units
 from pipeline.evaluation.losses import check_dense_loss, json_perplexity
 from pipeline.families.foreign import sequence_limit
@@ -176,9 +176,7 @@ def layer_parts(config: Mapping[str, Any], held: int) -> list[Sequence[int | Non
     return [expert_parts(sizes.experts if sizes else 0, held) for sizes in mixtures]
 
 
-def _score_windows(
-    windows: Windows, parts: Sequence[Sequence[int | None]], observer: JobObserver
-) -> TaskStream[Scored]:
+def _score_windows(windows: Windows, parts: Sequence[Sequence[int | None]], observer: JobObserver) -> Coroutine[Scored]:
     """Score all windows through the layers, part by part, and the head. Scores are added in shard order."""
     num_layers = len(parts)
     observer.phase("evaluate", num_layers, windows.shards)

@@ -81,7 +81,7 @@ def score_streamed(
     start()
     from pipeline.evaluation.streamed_lm import StreamedLM  # imports lm-eval
 
-    passes = _Passes(source, config, scoring, kept(source) if kept else None)
+    passes = _CheckpointPasses(source, config, scoring, kept(source) if kept else None)
     return run_tasks(StreamedLM(tokenizer, sequence_limit(config)[1], passes.answers), model, asked, loaded)
 
 
@@ -118,7 +118,7 @@ def count_tokens(
 
 
 @dataclass(frozen=True)
-class _Passes:
+class _CheckpointPasses:
     """The passes of one checkpoint."""
 
     source: SourceCheckpoint

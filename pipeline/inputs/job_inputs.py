@@ -16,7 +16,7 @@ from manifests.schema import Manifest
 from pipeline.cost_model.bounds import size_bound
 from pipeline.cost_model.estimate import expert_remarks, rank_remarks, source_remarks, stored_remarks
 from pipeline.cost_model.serving_memory import ServingMemory
-from pipeline.driver.job_spec import Passes, passes_of
+from pipeline.driver.job_spec import CalibrationPasses, passes_of
 from pipeline.families.foreign import sequence_limit
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import foreign_attention_fault
@@ -72,7 +72,7 @@ class Inputs:
         return sum(record.num_bytes for record in self.source.tensors.values())
 
     @cached_property
-    def passes(self) -> Passes:
+    def passes(self) -> CalibrationPasses:
         """The passes over the calibration text."""
         return passes_of(self.manifest, self.methods, self.tasks, self.geometry.hidden)
 

@@ -9,7 +9,7 @@ import torch
 
 from manifests.entries import ScheduleEntry
 from pipeline.cost_model.commits import layers_per_commit
-from pipeline.cost_model.passes import pass_of
+from pipeline.cost_model.passes import planned_passes
 from pipeline.cost_model.probe import ProbedShape, measured_rates
 from pipeline.cost_model.rates import GPUS, Rates
 from pipeline.cost_model.work import layer_work
@@ -20,7 +20,7 @@ from pipeline.job.context import JobContext
 def commit_interval(job: JobContext, hardware: Mapping[str, str]) -> int:
     """Return `resume.every`, or for `auto` the number that the plan chose when the run directory was new.
 
-    `hardware`: of the workers (`workers.hardware`), whose rates the plan uses.
+    `hardware`: the workers' hardware (`workers.hardware`); the plan uses its rates.
     """
     every = job.manifest.resume.every
     if every != "auto":
@@ -31,8 +31,8 @@ def commit_interval(job: JobContext, hardware: Mapping[str, str]) -> int:
     if entered is None:
         inputs, geometry = job.inputs, job.inputs.geometry
         work = layer_work(inputs.manifest, geometry, inputs.tasks, inputs.dtype.itemsize)
-        way = pass_of(inputs.manifest, geometry, inputs.tasks)
-        entered = ScheduleEntry(every=layers_per_commit(work, _rates(job, hardware["device"]), way))
+        passes = planned_passes(inputs.manifest, geometry, inputs.tasks)
+        entered = ScheduleEntry(every=layers_per_commit(work, _rates(job, hardware["device"]), passes))
         job.ledger.commit(SCHEDULE, entered)
     job.observer.say(f"resume.every: auto: hidden states are committed every {entered.every} layers")
     return entered.every

@@ -26,7 +26,7 @@ from pipeline.console.progress import JobObserver
 from pipeline.cost_model.estimate import Plan
 from pipeline.driver.job_spec import Job
 from pipeline.driver.ledger_dependencies import retract_changed
-from pipeline.driver.ledger_keys import BEFORE_WORK, COMPLETE, REUSED, SAMPLES, SOURCE, TARGET
+from pipeline.driver.ledger_keys import BEFORE_WORK, COMPLETE, REUSED, SAMPLES, SOURCE, TRIED_SIZE
 from pipeline.evaluation.losses import check_dense_loss
 from pipeline.inputs.calibration import EvaluationTokens, calibration_tokens, evaluation_tokens
 from pipeline.inputs.fingerprint import job_fingerprint
@@ -61,7 +61,7 @@ class JobContext:
         stop: set by a signal, or when a lock is lost.
         started: time.monotonic().
         sources: the source of each calibration sample.
-        texts_read: counts of what was read of the texts for `calibration` and `evaluation`.
+        texts_read: counts of the documents and tokens read for `calibration` and `evaluation`.
         healing_text: the windows of `heal.text`; None: the calibration samples, or no healing.
         fingerprint_check: the state of the run directory when it was opened; `begin` makes it the job's.
         watch: detects changes of the files that the job reads and copies.
@@ -97,7 +97,7 @@ class JobContext:
 
     @property
     def name(self) -> str:
-        """The name of the run directory, as which the job appears in logs, metrics and Ray's dashboard."""
+        """The name of the run directory. Logs, metrics and Ray's dashboard call the job by it."""
         return PurePosixPath(self.manifest.run_dir).name
 
     @property
@@ -115,7 +115,7 @@ class JobContext:
         return [*dict.fromkeys(line for read in self.texts_read.values() for line in read.left_out())]
 
     def read_figures(self) -> dict[str, Any]:
-        """Return the counts of what was read of the texts, as JSON."""
+        """Return the counts of the documents and tokens read, as JSON."""
         skipped = {origin: count for read in self.texts_read.values() for origin, count in read.refused().items()}
         return {"skipped_rows": skipped, "texts_read": {use: read.as_json() for use, read in self.texts_read.items()}}
 
@@ -138,7 +138,7 @@ def open_job(
     """
     started, observer = time.monotonic(), JobObserver(quiet=quiet)
     observer.stage("checks")
-    map_large_tensors()  # memory that digests and copies take is returned, too
+    map_large_tensors()  # so that memory freed after digests and copies returns to the system
     inputs = read_inputs(manifest)
     text = read_text(inputs)
     if inputs.measures_sizes and text.held_out is None:
@@ -184,7 +184,7 @@ def with_samples(manifest: Manifest, samples: int) -> Manifest:
 def with_entered_samples(job: JobContext) -> JobContext:
     """Return the job with the number of samples that `samples: auto` has chosen; the job itself before the choice.
 
-    They are spread evenly over all that were drawn.
+    The chosen samples are spread evenly over all that were drawn.
     """
     calibration, entered = job.manifest.calibration, job.ledger.get(SAMPLES)
     if calibration is None or not calibration.chooses_samples or entered is None or job.tokens is None:
@@ -262,8 +262,8 @@ def check_ledger(job: JobContext) -> None:
     """Enter the source's digests, and retract entries that contradict the job."""
     ledger = job.ledger
     ledger.commit(SOURCE, job.source_files)
-    target = ledger.get(TARGET)  # the entries are of this size, which may not be the job's
-    sized = job.inputs.at_size(target.size) if target and job.manifest.budget else job.inputs
+    tried = ledger.get(TRIED_SIZE)  # the entries are of this size, which may not be the job's
+    sized = job.inputs.at_size(tried.size) if tried and job.manifest.budget else job.inputs
     check_entries(ledger, driver_job(sized), job.inputs.config, job.inputs.source.tensors)
 
 
@@ -343,7 +343,7 @@ def _report_progress(job: JobContext) -> None:
 
 
 def _is_adaptable(manifest: Manifest, output_files: OutputFiles, differing: list[str]) -> bool:
-    """Return True if only fields differ that statistics do not depend on, so that later work alone can be undone.
+    """Return True if statistics depend on none of the fields that differ: then only later work has to be undone.
 
     Raises InputError if OUTPUT cannot be replaced then.
     """
@@ -367,7 +367,7 @@ def _undo_solves(ledger: Ledger, differing: Sequence[str]) -> None:
         seconds = phases.get("statistics", 0.0) + phases.get("gradient", 0.0)
         ledger.commit(REUSED, ReusedEntry(seconds=complete.summary.get("seconds_saved", 0.0) + seconds))
     ledger.retract(COMPLETE)
-    changed = ["measured", TARGET]
+    changed = ["measured", TRIED_SIZE]
     if not {"budget.max_loss", "budget.keep"}.issuperset(names):
         changed.append("tries")
     if not all(name.startswith("budget") for name in names):

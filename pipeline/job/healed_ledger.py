@@ -1,12 +1,12 @@
-"""The ledger of a job behind its healing: the entry of each layer names the healed one, and figures that compare both
-models are its own."""
+"""A view of a job's ledger after its healing: its layers are the healed ones, and it has its own figures that compare
+both models."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from manifests.entries import KINDS, HealedEntry, LayerEntry
-from manifests.records import E, Key
+from manifests.records import E, LedgerKey
 from pipeline.driver.ledger_dependencies import kind_of
 from pipeline.driver.ledger_keys import COMPARED, HELD_OUT_SCORE
 from stores.ledger import Ledger, LedgerView
@@ -22,14 +22,14 @@ class HealedLedger(LedgerView):
         super().__init__(whole, OWN, {kind: "" for kind in KINDS if kind not in OWN_KINDS})
         self.healed = healed
 
-    def get(self, key: Key[E]) -> E | None:
+    def get(self, key: LedgerKey[E]) -> E | None:
         entry: Any = super().get(key)
         layer = key.rpartition("/")[2]
         if isinstance(entry, LayerEntry) and (staged := self.healed.layers.get(str(int(layer)))):
             entry = entry.model_copy(update={"staged": staged})
         return entry  # type: ignore[no-any-return] # of the key's class
 
-    def keys(self, prefix: str = "") -> list[Key[Any]]:
+    def keys(self, prefix: str = "") -> list[LedgerKey[Any]]:
         """Return the committed keys that begin with `prefix`, ascending."""
         job = [key for key in self.whole.keys(prefix) if kind_of(key) not in (OWN, *OWN_KINDS)]
         return sorted([*job, *super().keys(prefix)])

@@ -34,7 +34,7 @@ from pipeline.job.context import JobContext
 from pipeline.job.healed_ledger import HealedLedger, forget_figures
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.held_out import score_held_out
-from pipeline.job.teacher import Pool, digest_of, healing_tokens, stored_teacher
+from pipeline.job.teacher import WorkerStarter, digest_of, healing_tokens, stored_teacher
 from pipeline.job.worker_session import job_workers, teacher_arrays
 from pipeline.rounding.schemes import LEVELS, PACKED
 from stores.checkpoint import copy_shard, verify_shard
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 STUDENT = "student-"  # prefix of the folder of the checkpoint that is trained
 CHECKPOINT_S = 180.0  # between two checkpoints of a training
-TRIES = 3  # of a training, whose stored data was damaged
+TRIES = 3  # attempts at a training whose stored data is damaged
 ACTIVATION_NUMBERS = (16, 4)  # for each token and layer, in units of the hidden size and of the MLP's width
 
 
@@ -64,7 +64,7 @@ class Healing:
 
 def heal_layers(job: JobContext, heartbeat: Heartbeat) -> JobContext:
     """Heal the compressed layers if the manifest asks for it, once. Return the job with the layers to be assembled:
-    the healed ones where a healing made them better, if only by an earlier run.
+    the healed ones if a healing, in this run or an earlier one, has made them better.
 
     Raises:
         InputError: a stored form does not train.
@@ -81,9 +81,10 @@ def heal_layers(job: JobContext, heartbeat: Heartbeat) -> JobContext:
     return healed
 
 
-def train_layers(job: JobContext, pool: Pool) -> HealedEntry | None:
-    """Train the compressed layers if the manifest asks for it, once. Return the finished healing, if only of an earlier
-    run; None without one. `pool` starts workers for the teacher's pass. Raises the errors of `heal_layers`."""
+def train_layers(job: JobContext, pool: WorkerStarter) -> HealedEntry | None:
+    """Train the compressed layers if the manifest asks for it, once. Return the finished healing, of this run or
+    an earlier one; None without one. `pool` starts workers for the teacher's pass. Raises the errors of
+    `heal_layers`."""
     healing, entered = _asked(job), _entered(job)
     if healing is not None and (entered is None or entered.of != healing.of):
         entered = _heal(job, healing, pool)
@@ -160,7 +161,7 @@ def _base(job: JobContext) -> tuple[str | None, ...]:
     return tuple(entry.staged.sha256 if entry else None for entry in entries)
 
 
-def _heal(job: JobContext, healing: Healing, pool: Pool) -> HealedEntry:
+def _heal(job: JobContext, healing: Healing, pool: WorkerStarter) -> HealedEntry:
     """Train, stage the healed layers if they are better, and enter the healing."""
     with quick_imports():
         from pipeline.healing.checkpoints import sweep_states
@@ -195,12 +196,12 @@ def _heal(job: JobContext, healing: Healing, pool: Pool) -> HealedEntry:
 
 @contextmanager
 def _student_folder(job: JobContext) -> Iterator[tuple[Storage, Mapping[str, Any]]]:
-    """Assemble the solved layers as a checkpoint in RUN_DIR, of links where possible, for the block. The dense head is
-    beside it if the checkpoint has a rounded one."""
+    """Assemble the solved layers as a checkpoint in RUN_DIR, of links where possible, and delete it after the block.
+    If the checkpoint has a rounded head, the dense head is stored beside it."""
     from pipeline.healing.student import DENSE_HEAD, WEIGHT
 
     run_dir = job.run_dir.storage
-    for left in run_dir.folders():  # by a killed process
+    for left in run_dir.folders():  # left by a killed process
         if left.startswith(STUDENT):
             run_dir.delete_folder(left)
     name = f"{STUDENT}{uuid.uuid4().hex}"
@@ -238,8 +239,9 @@ def trained_tensors(job: JobContext, compression: Mapping[str, Any], settings: H
 def _trained(
     job: JobContext, healing: Healing, teacher: TeacherEntry
 ) -> tuple[dict[str, Any], dict[str, StagedRecord], tuple[str, ...]]:
-    """Train from the last checkpoint, or from the start. Return the figures of the healing, and as `_staged` does the
-    layers of the best step; none if the start is best. Raises CorruptError if the checkpoint is damaged."""
+    """Train from the last checkpoint, or from the start. Return the figures of the healing, and the layers of the
+    best step, as `_staged` returns them; no layers if the start is best. Raises CorruptError if the checkpoint is
+    damaged."""
     with quick_imports():
         from pipeline.healing.stored_text import TextSizes
         from pipeline.healing.training import Schedule, default_rate
@@ -353,7 +355,7 @@ def _checkpoint_at_the_end(job: JobContext, task: TrainingTask, processes: int) 
 
 
 def _activation_bytes(job: JobContext, sizes: TextSizes) -> int:
-    """Return about the bytes of the activations of a micro-batch in float32."""
+    """Estimate the bytes of the activations of a micro-batch in float32."""
     hidden = job.inputs.geometry.hidden
     width = job.inputs.config.get("intermediate_size") or 4 * hidden
     numbers = ACTIVATION_NUMBERS[0] * hidden + ACTIVATION_NUMBERS[1] * int(width)

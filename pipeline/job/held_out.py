@@ -16,7 +16,7 @@ from pipeline.driver.job_spec import LayersEntered, staged_layer
 from pipeline.driver.ledger_dependencies import dependents, retract_changed
 from pipeline.driver.ledger_keys import HELD_OUT, HELD_OUT_SCORE
 from pipeline.driver.recovery import Repairs
-from pipeline.driver.scheduler import Scheduler, Task, TaskStream
+from pipeline.driver.scheduler import Coroutine, Fiber, Scheduler
 from pipeline.driver.scoring import Outputs, Scorer
 from pipeline.evaluation.losses import damage_warnings, perplexity_of
 from pipeline.job.context import JobContext
@@ -57,24 +57,24 @@ def score_held_out(
 
 def scoring_held_out(
     workers: JobWorkers, job: JobContext, scheduler: Scheduler, layers: LayersEntered
-) -> TaskStream[HeldOutScoreEntry | None]:
+) -> Coroutine[HeldOutScoreEntry | None]:
     """Do the work of `score_held_out` in the background, while the layers are compressed. Enter only the dense
     model's outputs. Several workers score both models side by side, one worker scores one after the other."""
     if job.held_out is None or job.ledger.get(HELD_OUT_SCORE) is not None:
         return None
     windows, outputs = _stored(job, workers.always)
     dense = outputs or scheduler.spawn_background(_scoring_dense(workers, job, scheduler, windows))
-    if isinstance(dense, Task) and scheduler.pool.size < 2:
+    if isinstance(dense, Fiber) and scheduler.pool.size < 2:
         yield dense
-    scorer = workers.scorer(job, scheduler, lambda: not isinstance(dense, Task) or dense.done)
-    return _entry((yield from scorer.score_stream(windows, COMPRESSED, layers, dense)))
+    scorer = workers.scorer(job, scheduler, lambda: not isinstance(dense, Fiber) or dense.done)
+    return _entry((yield from scorer.score_coroutine(windows, COMPRESSED, layers, dense)))
 
 
 def _scoring_dense(
     workers: JobWorkers, job: JobContext, scheduler: Scheduler, windows: Windows
-) -> TaskStream[tuple[ArrayRecord, ...]]:
+) -> Coroutine[tuple[ArrayRecord, ...]]:
     scorer = workers.scorer(job, scheduler)
-    outputs = yield from scorer.outputs_stream(windows, DENSE, _dense_layers(job))
+    outputs = yield from scorer.outputs_coroutine(windows, DENSE, _dense_layers(job))
     _keep(job, scorer, workers.always, windows, outputs)
     return outputs
 

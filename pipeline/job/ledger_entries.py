@@ -18,7 +18,7 @@ from lamina import LayersConfig
 from lamina.decoder_layer_lamina import DecoderLayer
 from lamina.factored_lamina import stored_state
 from manifests.entries import DenseEntry, LayerEntry
-from manifests.records import ArrayRecord, Key
+from manifests.records import ArrayRecord, LedgerKey
 from pipeline.driver.job_spec import Job, scores_from_ledger
 from pipeline.driver.ledger_dependencies import kind_of
 from pipeline.driver.ledger_keys import RANKS, curves_key, measured_key
@@ -113,7 +113,7 @@ def _check_ranks(ledger: Ledger, job: Job) -> None:
     entry = ledger.get(RANKS)
     if entry is None:
         return
-    keys: list[Key[Any]] = [measured_key(layer) for layer in layers_of(job.measures)]
+    keys: list[LedgerKey[Any]] = [measured_key(layer) for layer in layers_of(job.measures)]
     keys += [curves_key(layer) for layer in layers_of(job.predicts)]
     try:
         importance = {int(layer): value for layer, value in entry.importance.items()}

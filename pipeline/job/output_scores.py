@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from manifests.entries import ScoreEntry, TaskScoreEntry
-from manifests.records import Key
+from manifests.records import LedgerKey
 from pipeline.console.signals import catch_signals
 from pipeline.driver.ledger_keys import COMPLETE, SCHEDULE, score_key, task_score_key
 from pipeline.evaluation.losses import damage_warnings, shown_perplexity
@@ -71,7 +71,7 @@ def score_dense_first(job: JobContext) -> None:
             _score(job, key, job.inputs.source.place, key.rpartition("/")[2])
 
 
-def _score(job: JobContext, key: Key[ScoreEntry], model: str, seal: str) -> None:
+def _score(job: JobContext, key: LedgerKey[ScoreEntry], model: str, seal: str) -> None:
     """Measure and enter a score, if it is missing. Raises InputError if the dense model's loss is too large."""
     is_dense = key.startswith("score/dense/")
     if (entered := job.ledger.get(key)) is None:
@@ -91,7 +91,7 @@ def _score(job: JobContext, key: Key[ScoreEntry], model: str, seal: str) -> None
         check_loss(job, entered.loss, "the evaluation text")
 
 
-def _score_tasks(job: JobContext, key: Key[TaskScoreEntry], model: str, seal: str) -> None:
+def _score_tasks(job: JobContext, key: LedgerKey[TaskScoreEntry], model: str, seal: str) -> None:
     """Measure and enter a model's scores on the manifest's tasks. The passes resume after the last committed layer."""
     catch_signals(job.stop)
     which = "dense" if key.startswith("task_score/dense/") else "compressed"
@@ -112,7 +112,7 @@ def _score_tasks(job: JobContext, key: Key[TaskScoreEntry], model: str, seal: st
 
 
 def _every(job: JobContext) -> int:
-    """Return the number of layers between two commits of hidden states, as of the job's own passes."""
+    """Return the number of layers between two commits of hidden states, which is that of the job's own passes."""
     every, chosen = job.manifest.resume.every, job.ledger.get(SCHEDULE)
     return every if every != "auto" else chosen.every if chosen else 1
 
@@ -157,7 +157,7 @@ def _seen_share(job: JobContext) -> float:
     return seen_share(job.tokens, job.evaluation.ids)
 
 
-def _score_keys(job: JobContext, seal: str) -> dict[Key[ScoreEntry], str]:
+def _score_keys(job: JobContext, seal: str) -> dict[LedgerKey[ScoreEntry], str]:
     """Return ledger key -> the model to be scored."""
     if job.evaluation is None:
         return {}
@@ -167,7 +167,7 @@ def _score_keys(job: JobContext, seal: str) -> dict[Key[ScoreEntry], str]:
     return keys
 
 
-def _task_score_keys(job: JobContext, seal: str) -> dict[Key[TaskScoreEntry], str]:
+def _task_score_keys(job: JobContext, seal: str) -> dict[LedgerKey[TaskScoreEntry], str]:
     """Return ledger key -> the model to be scored on the manifest's tasks: the compressed and the dense one."""
     if not (tasks := job.manifest.evaluation.tasks):
         return {}
@@ -178,12 +178,12 @@ def _task_score_keys(job: JobContext, seal: str) -> dict[Key[TaskScoreEntry], st
     }
 
 
-def dense_task_key(job: JobContext) -> Key[TaskScoreEntry]:
+def dense_task_key(job: JobContext) -> LedgerKey[TaskScoreEntry]:
     """Return the key of the source's scores on the manifest's tasks."""
     return task_score_key("dense", _digest(_source_digests(job), tasks_digest(job.manifest.evaluation.tasks)))
 
 
-def dense_score_key(job: JobContext) -> tuple[Key[ScoreEntry], ...]:
+def dense_score_key(job: JobContext) -> tuple[LedgerKey[ScoreEntry], ...]:
     """Return the key of the source's score on the evaluation tokens; none without such tokens."""
     if job.evaluation is None:
         return ()

@@ -22,8 +22,14 @@ from pipeline.console.amounts import duration
 from pipeline.cost_model.commits import committed_bytes, layers_per_commit
 from pipeline.cost_model.estimate import Plan, expert_remarks, make_plan, rank_remarks, source_remarks
 from pipeline.cost_model.healing_work import healing_work
-from pipeline.cost_model.passes import gradient_tokens, pass_of
-from pipeline.cost_model.phases import WORKERS_SECONDS, Pass, evaluate_seconds, object_store_bytes, phase_seconds
+from pipeline.cost_model.passes import gradient_tokens, planned_passes
+from pipeline.cost_model.phases import (
+    WORKERS_SECONDS,
+    PlannedPasses,
+    evaluate_seconds,
+    object_store_bytes,
+    phase_seconds,
+)
 from pipeline.cost_model.probe import ProbedShape, measured_rates
 from pipeline.cost_model.rates import Rates, rates_of
 from pipeline.cost_model.texts import amount_seconds, texts_seconds
@@ -80,24 +86,24 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
         remarks += source_remarks(manifest, geometry, tasks)
         plan = make_plan(manifest, geometry, tasks, dtype.itemsize, geometry.model_bytes())
     rates = rates_from(source, manifest, geometry, dtype)
-    work, way = planned_work(manifest, geometry, tasks, dtype, plan), pass_of(manifest, geometry, tasks)
-    phases = phase_seconds(work, rates, way)
+    work, passes = planned_work(manifest, geometry, tasks, dtype, plan), planned_passes(manifest, geometry, tasks)
+    phases = phase_seconds(work, rates, passes)
     tokens = evaluation_tokens(inputs) if inputs else None
     evaluation = 0 if tokens is None else tokens.ids.numel()
-    texts = {"texts": texts_seconds(manifest, geometry, evaluation, work, rates, way)}
+    texts = {"texts": texts_seconds(manifest, geometry, evaluation, work, rates, passes)}
     if manifest.evaluation.calibrate_prediction:
-        phases["other sizes"] = OTHER_SIZES * size_seconds(phases, way)
+        phases["other sizes"] = OTHER_SIZES * size_seconds(phases, passes)
     calibration = manifest.calibration
     if calibration is not None and calibration.chooses_samples:
         texts = {"amount of text": amount_seconds(calibration, geometry.layers[0], rates)} | texts
     phases = {name: phases[name] for name in ("digests", "start")} | texts | phases  # in the order of the job
     if inputs is not None and tokens is not None:
-        phases["evaluate"] = scoring_seconds(inputs, tokens.ids, rates, way.workers)
-    of_tasks, unknown = tasks_seconds(inputs, manifest.evaluation.tasks, rates, way.workers)
+        phases["evaluate"] = scoring_seconds(inputs, tokens.ids, rates, passes.workers)
+    of_tasks, unknown = tasks_seconds(inputs, manifest.evaluation.tasks, rates, passes.workers)
     phases |= {"tasks": of_tasks} if of_tasks else {}
     healing = healing_work(manifest, geometry, plan.expected_numbers / plan.dense_numbers, dtype.itemsize)
-    phases |= healing.seconds(rates, way.workers) if healing else {}
-    report = plan.report() | stored_bytes(work, way, rates, manifest) | seconds_of(phases, rates)
+    phases |= healing.seconds(rates, passes.workers) if healing else {}
+    report = plan.report() | stored_bytes(work, passes, rates, manifest) | seconds_of(phases, rates)
     report |= healing.report() if healing else {}
     remarks += [*chosen, *_not_counted(manifest, inputs), *unknown, *(tokens.read.left_out() if tokens else ())]
     further: dict[str, Any] = {} if inputs is None else {"engines": planned_lines(inputs)}
@@ -128,14 +134,14 @@ def planned_work(
     return layer_work(manifest, geometry, tasks, dtype.itemsize, tokens, share)
 
 
-def stored_bytes(work: LayerWork, way: Pass, rates: Rates, manifest: Manifest) -> dict[str, int]:
+def stored_bytes(work: LayerWork, passes: PlannedPasses, rates: Rates, manifest: Manifest) -> dict[str, int]:
     """Return the bytes between workers and those of commits, for the report."""
     every = manifest.resume.every
-    every = layers_per_commit(work, rates, way) if every == "auto" else every
+    every = layers_per_commit(work, rates, passes) if every == "auto" else every
     return {
-        "object_store_bytes": object_store_bytes(work, rates, way),
+        "object_store_bytes": object_store_bytes(work, rates, passes),
         "layers_per_commit": every,
-        "committed_bytes": committed_bytes(work, way, every),
+        "committed_bytes": committed_bytes(work, passes, every),
     }
 
 
@@ -168,11 +174,11 @@ def uncounted_healing(manifest: Manifest) -> list[str]:
     return ["heal is not among the seconds: the plan does not read heal.text; give heal.tokens"]
 
 
-def size_seconds(phases: Mapping[str, float], way: Pass) -> float:
+def size_seconds(phases: Mapping[str, float], passes: PlannedPasses) -> float:
     """Return the seconds to compress a model to one more size, and to score it on held-out text."""
     return (
         sum(phases.get(name, 0.0) for name in ("solve", "round", "correct", "refine", "verify"))
-        + phases.get("held-out", 0.0) / way.held_out_models
+        + phases.get("held-out", 0.0) / passes.held_out_models
     )
 
 
@@ -299,7 +305,7 @@ def _beyond_the_object_store(plan: Mapping[str, Any]) -> list[str]:
 
 
 def serving_line(serving: Mapping[str, Any]) -> str:
-    """Return the sum of the memory that serving takes, of a job with `budget.fit`."""
+    """Return a line that adds up the memory of serving, for a job with `budget.fit`."""
     parts = " + ".join(
         f"{name} {shown_bytes(serving[name])}" for name in ("weights", "cache", "activations", "overhead")
     )

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from manifests.records import Key
+from manifests.records import LedgerKey
 from pipeline.console.eta import Eta, PlannedPhase
-from pipeline.cost_model.passes import gradient_tokens, pass_of
-from pipeline.cost_model.phases import START_SECONDS, WORKERS_SECONDS, Pass, evaluate_seconds, phase_seconds
+from pipeline.cost_model.passes import gradient_tokens, planned_passes
+from pipeline.cost_model.phases import START_SECONDS, WORKERS_SECONDS, PlannedPasses, evaluate_seconds, phase_seconds
 from pipeline.cost_model.rates import Rates
 from pipeline.cost_model.texts import texts_seconds
 from pipeline.cost_model.work import layer_work, scoring_flops
@@ -29,7 +29,7 @@ from pipeline.job.output_scores import dense_score_key
 from pipeline.methods.registry import layers_of
 from pipeline.ranks.calibration import OTHER_SIZES
 
-TRIED = 4  # sizes, about, in the search for the smallest one within a loss
+TRIED = 4  # a search for the smallest size within a loss tries about this many sizes
 WALK = ("statistics", "reduce", "solve", "round", "propagate")
 
 
@@ -41,16 +41,16 @@ def job_eta(job: JobContext, rates: Rates) -> Eta:
     inputs, manifest = job.inputs, job.manifest
     tokens = gradient_tokens(manifest, inputs.geometry, inputs.tasks)
     work = layer_work(manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize, tokens)
-    way = pass_of(manifest, inputs.geometry, inputs.tasks)
-    remaining = _Remaining(job, way, phase_seconds(work, rates, way))
+    passes = planned_passes(manifest, inputs.geometry, inputs.tasks)
+    remaining = _Remaining(job, passes, phase_seconds(work, rates, passes))
     planned = [PlannedPhase("start", START_SECONDS)]
     if job.tokens is not None and job.ledger.get(TEXTS) is None:
         evaluation = 0 if job.evaluation is None else job.evaluation.ids.numel()
-        seconds = texts_seconds(manifest, inputs.geometry, evaluation, work, rates, way)
+        seconds = texts_seconds(manifest, inputs.geometry, evaluation, work, rates, passes)
         planned.append(PlannedPhase("score texts", seconds))
-    planned += [*remaining.passes(), *remaining.sizes()]
+    planned += [*remaining.single_phases(), *remaining.sizes()]
     planned.append(PlannedPhase("assemble", remaining.seconds["assemble"]))
-    return Eta([*planned, *_evaluations(job, rates, way)], inputs.geometry.num_layers)
+    return Eta([*planned, *_evaluations(job, rates, passes)], inputs.geometry.num_layers)
 
 
 @dataclass(frozen=True)
@@ -58,17 +58,17 @@ class _Remaining:
     """The phases of a job without their committed layers. `seconds`: the plan's, for all layers."""
 
     job: JobContext
-    way: Pass
+    passes: PlannedPasses
     seconds: Mapping[str, float]
 
-    def passes(self) -> list[PlannedPhase]:
+    def single_phases(self) -> list[PlannedPhase]:
         """Return the phases that come once: passes over the calibration text, and curves."""
         seconds, claimed = self.seconds, layers_of(self.job.inputs.tasks)
-        first = "importance" if self.way.compressed else "statistics"
+        first = "importance" if self.passes.compressed else "statistics"
         planned: list[PlannedPhase] = []
         if first in seconds and self._has_moments:
-            amount = seconds[first] + (self._solving[1] - self._last_solves if self.way.in_pass else 0.0)
-            planned += self._phase(first, amount, _keys(dense_key, range(self.way.layers)))
+            amount = seconds[first] + (self._solving[1] - self._last_solves if self.passes.in_pass else 0.0)
+            planned += self._phase(first, amount, _keys(dense_key, range(self.passes.layers)))
         if "gradient" in seconds:
             layers = driver_job(self.job.inputs).gradient_layers()
             planned += self._phase("gradient", seconds["gradient"], _keys(gradient_key, layers))
@@ -79,18 +79,18 @@ class _Remaining:
     def sizes(self) -> list[PlannedPhase]:
         """Return the phases of each size: solving, and scores on held-out text."""
         phase, amount = self._solving
-        ledger, of_model = self.job.ledger, self.seconds.get("held-out", 0.0) / self.way.held_out_models
+        ledger, of_model = self.job.ledger, self.seconds.get("held-out", 0.0) / self.passes.held_out_models
         tries = len(ledger.keys(TRIES))
         count = 1 if self.job.inputs.max_loss is None else max(1, TRIED - tries)
         count += max(0, OTHER_SIZES - tries) if self.job.manifest.evaluation.calibrate_prediction else 0
         scored = self.job.held_out is not None and of_model > 0.0
         held_out = ledger.get(HELD_OUT)
-        comes_first = self.way.joined and ledger.get(TEXTS) is None
+        comes_first = self.passes.joined and ledger.get(TEXTS) is None
         has_dense = comes_first or (held_out is not None and held_out.outputs is not None)
         planned: list[PlannedPhase] = []
         for number in range(count):
             keys = _keys(layer_key, layers_of(self.job.inputs.tasks)) if number == 0 else ()
-            if self.way.in_pass and not planned and self._missing(_keys(dense_key, range(self.way.layers))):
+            if self.passes.in_pass and not planned and self._missing(_keys(dense_key, range(self.passes.layers))):
                 planned.append(PlannedPhase(phase, self._last_solves))
             else:
                 planned += self._phase(phase, amount, keys)
@@ -103,7 +103,7 @@ class _Remaining:
     def _solving(self) -> tuple[str, float]:
         """The phase that solves all layers, and its seconds."""
         seconds = self.seconds
-        if self.way.compressed and self._has_moments:
+        if self.passes.compressed and self._has_moments:
             return "walk", sum(seconds.get(name, 0.0) for name in WALK)
         if any(map(needs_both_models, self.job.inputs.tasks)):
             return "correct", seconds["solve"] + seconds.get("correct", 0.0) + seconds.get("refine", 0.0)
@@ -112,16 +112,16 @@ class _Remaining:
     @property
     def _last_solves(self) -> float:
         """The seconds of the layers that are not solved within the dense pass."""
-        return min(1.0, (self.way.workers + 2) / self.way.layers) * self._solving[1]
+        return min(1.0, (self.passes.workers + 2) / self.passes.layers) * self._solving[1]
 
     @property
     def _has_moments(self) -> bool:
         return any(task.moments for task in self.job.inputs.tasks)
 
-    def _missing(self, keys: Sequence[Key[Any]]) -> int:
+    def _missing(self, keys: Sequence[LedgerKey[Any]]) -> int:
         return sum(self.job.ledger.get(key) is None for key in keys)
 
-    def _phase(self, phase: str, seconds: float, keys: Sequence[Key[Any]]) -> list[PlannedPhase]:
+    def _phase(self, phase: str, seconds: float, keys: Sequence[LedgerKey[Any]]) -> list[PlannedPhase]:
         """Return the part of a phase that is not committed: nothing, if each of `keys` is."""
         if not keys:
             return [PlannedPhase(phase, seconds)]
@@ -129,11 +129,11 @@ class _Remaining:
         return [PlannedPhase(phase, seconds * missing / len(keys), layers=missing)] if missing else []
 
 
-def _keys(key_of: Callable[[int], Key[Any]], layers: Sequence[int]) -> list[Key[Any]]:
+def _keys(key_of: Callable[[int], LedgerKey[Any]], layers: Sequence[int]) -> list[LedgerKey[Any]]:
     return [key_of(layer) for layer in layers]
 
 
-def _evaluations(job: JobContext, rates: Rates, way: Pass) -> list[PlannedPhase]:
+def _evaluations(job: JobContext, rates: Rates, passes: PlannedPasses) -> list[PlannedPhase]:
     """Return the evaluations of OUTPUT and of the dense model that are not entered."""
     if job.evaluation is None or job.manifest.evaluation.perplexity is None:
         return []
@@ -142,6 +142,6 @@ def _evaluations(job: JobContext, rates: Rates, way: Pass) -> list[PlannedPhase]
     has_dense = any(job.ledger.get(key) is not None for key in dense_score_key(job))
     each = [
         PlannedPhase("start", WORKERS_SECONDS),
-        PlannedPhase("evaluate", evaluate_seconds(flops, rates, way.workers)),
+        PlannedPhase("evaluate", evaluate_seconds(flops, rates, passes.workers)),
     ]
     return each * (1 + (with_dense and not has_dense))

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from manifests.entries import HeldOutScoreEntry, TargetEntry, TryEntry
+from manifests.entries import HeldOutScoreEntry, TriedSizeEntry, TryEntry
 from manifests.errors import CorruptError, InputError
 from pipeline.driver.ledger_dependencies import retract_changed
-from pipeline.driver.ledger_keys import HELD_OUT_SCORE, TARGET, try_key
+from pipeline.driver.ledger_keys import HELD_OUT_SCORE, TRIED_SIZE, try_key
 from pipeline.job.context import JobContext
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.held_out import forget_other_text, score_held_out, scoring_held_out
@@ -41,8 +41,8 @@ def compress_to_budget(job: JobContext, heartbeat: Heartbeat) -> tuple[JobContex
             return _compress_within(job, job.inputs.max_loss, workers), workers.effort
         if job.manifest.evaluation.calibrate_prediction:
             _measure_other_sizes(job, workers)
-        if job.ledger.get(TARGET) is not None:  # of another size
-            retract_changed(job.ledger, job.ledger.keys(), [TARGET])
+        if job.ledger.get(TRIED_SIZE) is not None:  # of another size
+            retract_changed(job.ledger, job.ledger.keys(), [TRIED_SIZE])
         compress_and_score(job, workers)
         return job, workers.effort
 
@@ -111,7 +111,7 @@ def _try(job: JobContext, size: int, predicted: float, workers: JobWorkers, limi
 
 def _aim(job: JobContext, size: int) -> None:
     """Enter the size to compress to. First retract the work at another size, so that the two are not confused."""
-    target = job.ledger.get(TARGET)
-    if target is None or target.size != size:
-        retract_changed(job.ledger, job.ledger.keys(), [TARGET])
-        job.ledger.commit(TARGET, TargetEntry(size=size))
+    tried = job.ledger.get(TRIED_SIZE)
+    if tried is None or tried.size != size:
+        retract_changed(job.ledger, job.ledger.keys(), [TRIED_SIZE])
+        job.ledger.commit(TRIED_SIZE, TriedSizeEntry(size=size))

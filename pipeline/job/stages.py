@@ -11,7 +11,7 @@ from pipeline.checkpoint.compression_record import SEAL, quick_faults
 from pipeline.checkpoint.listing import companion_faults
 from pipeline.console.signals import deferred_signals
 from pipeline.cost_model.estimate import source_remarks
-from pipeline.driver.ledger_keys import COMPLETE, HELD_OUT_SCORE, REUSED, SAMPLES, TARGET, TEXTS
+from pipeline.driver.ledger_keys import COMPLETE, HELD_OUT_SCORE, REUSED, SAMPLES, TEXTS, TRIED_SIZE
 from pipeline.evaluation.losses import all_warnings
 from pipeline.job.context import JobContext, begin, check_output, open_job
 from pipeline.job.healing import check_healing, heal_layers, healing_due
@@ -28,7 +28,7 @@ __all__ = ["finish", "finished_summary", "heartbeat", "open_job", "recorded", "r
 
 
 def run_to_end(job: JobContext, address: str | None, connect_timeout_s: float) -> dict[str, Any]:
-    """Do what is missing of a job, and return its summary. Raises the errors of `pipeline.job.running.run_job`."""
+    """Do the remaining work of a job. Return its summary. Raises the errors of `pipeline.job.running.run_job`."""
     check_healing(job)
     summary, faults = finished_summary(job)
     finished = summary is not None and not faults and not healing_due(job)
@@ -122,7 +122,7 @@ def finish(
         "samples": samples.as_json() if (samples := job.ledger.get(SAMPLES)) else None,
         "texts": texts.as_json() if (texts := job.ledger.get(TEXTS)) else None,
         **job.read_figures(),
-        "tries": tries_of(job) if job.ledger.get(TARGET) else [],
+        "tries": tries_of(job) if job.ledger.get(TRIED_SIZE) else [],
         "prediction": prediction_of(job),
         "seconds": {"phases": job.observer.seconds, "units": effort.units, "total": job.seconds()},
         "seconds_saved": reused.seconds if (reused := job.ledger.get(REUSED)) else 0.0,

@@ -22,10 +22,10 @@ from pipeline.job.worker_session import JobWorkers, teacher_arrays
 from pipeline.kernels.teacher_rows import FORMAT
 from pipeline.units.scores import Windows
 
-Pool: TypeAlias = Callable[[], AbstractContextManager[JobWorkers]]  # starts workers, and stops them behind the block
+WorkerStarter: TypeAlias = Callable[[], AbstractContextManager[JobWorkers]]  # starts workers for a block
 
-NAME = "teacher"  # of the dense model among scored models
-SHARDS = 16  # of the text, in a job without calibration
+NAME = "teacher"  # the dense model's name among scored models
+SHARDS = 16  # shards of the text in a job without calibration
 
 
 def healing_tokens(job: JobContext) -> HealingTokens:
@@ -36,7 +36,7 @@ def healing_tokens(job: JobContext) -> HealingTokens:
     return calibration_as_text(job.manifest, job.tokens, job.held_out, job.prefix)
 
 
-def stored_teacher(job: JobContext, pool: Pool) -> TeacherEntry:
+def stored_teacher(job: JobContext, pool: WorkerStarter) -> TeacherEntry:
     """Return the dense model's distribution on the text. Compute it by a pass of the workers if it is not stored."""
     forget_other_teacher(job)
     if (entered := job.ledger.get(TEACHER)) is not None:

@@ -11,7 +11,7 @@ from manifests.calibration import PARTS
 from manifests.entries import SamplesEntry
 from manifests.loading import dump_manifest
 from manifests.schema import Manifest
-from pipeline.cost_model.passes import gradient_tokens, pass_of
+from pipeline.cost_model.passes import gradient_tokens, planned_passes
 from pipeline.cost_model.phases import phase_seconds
 from pipeline.cost_model.rates import Rates, known_rates
 from pipeline.cost_model.work import layer_work
@@ -26,7 +26,7 @@ from pipeline.reporting.summary import samples_line
 from pipeline.units.text_amount import MeasureText
 from stores.run_directory import MANIFEST
 
-ENOUGH = 0.01  # the rise of the held-out error, over that of all samples, that fewer samples may cause
+ENOUGH = 0.01  # fewer samples may raise the held-out error by this share of the error of all samples
 
 
 def choose_samples(job: JobContext, heartbeat: Heartbeat) -> JobContext:
@@ -83,7 +83,7 @@ def planned_seconds(job: JobContext, manifest: Manifest, rates: Rates) -> float:
     geometry, tasks = job.inputs.geometry, job.inputs.tasks
     tokens = gradient_tokens(manifest, geometry, tasks)
     work = layer_work(manifest, geometry, tasks, job.inputs.dtype.itemsize, tokens)
-    return sum(phase_seconds(work, rates, pass_of(manifest, geometry, tasks)).values())
+    return sum(phase_seconds(work, rates, planned_passes(manifest, geometry, tasks)).values())
 
 
 def _within(job: JobContext, counts: Sequence[int], chosen: int, limit_s: float, rates: Rates) -> int:

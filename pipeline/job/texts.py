@@ -27,8 +27,8 @@ from pipeline.units.scores import Scored, Windows
 from pipeline.units.sharding import TEXT_TOKENS, text_windows
 from stores.corpus import cut_windows, load_tokenizer
 
-WORD_TOKENS = 32_768  # at most, of each text whose words are compared
-NAME = "texts"  # of the dense model in the ledger while both texts are scored
+WORD_TOKENS = 32_768  # the words of at most so many tokens of each text are compared
+NAME = "texts"  # the dense model's name in the ledger while both texts are scored
 
 
 def check_texts(job: JobContext, workers: JobWorkers) -> None:
@@ -107,8 +107,8 @@ def _joined(job: JobContext, length: int) -> torch.Tensor:
 def _losses(
     job: JobContext, workers: JobWorkers, ids: torch.Tensor, samples: int, held_out: torch.Tensor
 ) -> dict[str, TextLoss]:
-    """Score the dense model on windows of token ids, of which the first `samples` are of the calibration samples.
-    Enter its outputs on the `held_out` windows, if any."""
+    """Score the dense model on windows of token ids. The first `samples` windows are calibration samples. Enter its
+    outputs on the `held_out` windows, if any."""
     for attempt in range(REPAIRS + 1):
         tokens = job.run_dir.activations.write_tokens(torch.cat((ids, held_out)))
         workers.always.append(tokens)
@@ -134,8 +134,10 @@ def _losses(
 
 
 def _windows(job: JobContext, tokens: ArrayRecord, counts: tuple[int, ...]) -> tuple[Windows, list[int]]:
-    """Return `counts` of windows, one after the other, in shards of one text each, and the end of each text's
-    shards."""
+    """Return the windows of several texts, which follow each other in `tokens`, and the end of each text's shards.
+
+    `counts`: the number of windows of each text. A shard has windows of one text only.
+    """
     calibration = job.manifest.calibration
     assert calibration is not None, "the job has calibration samples"
     dtype = str(torch.promote_types(job.inputs.dtype, torch.float32)).removeprefix("torch.")

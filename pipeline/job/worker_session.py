@@ -26,7 +26,7 @@ from pipeline.driver.interfaces import BusyPool, Journal
 from pipeline.driver.job_spec import Job, LayersEntered, layer_parts
 from pipeline.driver.ledger_keys import COMPARED, HARDWARE, HEALED, HELD_OUT, SCORED, TEACHER, TOKENS
 from pipeline.driver.recovery import REPAIRS
-from pipeline.driver.scheduler import NOTHING_DUE, Scheduler, TaskStream
+from pipeline.driver.scheduler import NOTHING_DUE, Coroutine, Scheduler
 from pipeline.driver.scoring import Scorer
 from pipeline.evaluation.perplexity import sweep_scratch
 from pipeline.inputs.calibration import sample_tokens
@@ -47,7 +47,7 @@ from workers.config import WorkerConfig
 from workers.pools import worker_pool
 
 T = TypeVar("T")
-Scoring = Callable[[JobContext, Scheduler, LayersEntered], TaskStream[T]]  # scores layers while others are compressed
+Scoring = Callable[[JobContext, Scheduler, LayersEntered], Coroutine[T]]  # scores layers while others are compressed
 LAYER = re.compile(r"(^|/)layer/\d+$")  # of the job, or of a point of a sweep
 ENDED_HEALING = re.compile(rf"(^|/){HEALED}$")
 
@@ -74,7 +74,7 @@ class StoreCleaner:
         dropping: Background,
         alone: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`dropping`: the thread that drops arrays. `alone`: returns True if no other stream writes hidden states."""
+        """`dropping`: the thread that drops arrays. `alone`: returns True if no other fiber writes hidden states."""
         self.run_dir = run_dir
         self.dropping = dropping
         self.alone = alone
@@ -108,7 +108,7 @@ class StoreCleaner:
         self._retained[store] = live
 
     def retain_staged(self, records: tuple[StagedRecord, ...]) -> None:
-        """Drop all staged layers but these, and those that an entry names, if of another point of a sweep."""
+        """Drop all staged layers but these and those that an entry names, also of another point of a sweep."""
         self.run_dir.sweep_staged((*records, *staged_layers(_whole(self.run_dir.ledger))))
 
 
@@ -135,8 +135,9 @@ class JobWorkers:
     def scorer(
         self, job: JobContext, scheduler: Scheduler | None = None, first: Callable[[], bool] = lambda: True
     ) -> Scorer:
-        """Return a scorer of models. `scheduler`: its background streams score. They commit hidden states only when no
-        other streams run, for the `first` of the models that are scored side by side."""
+        """Return a scorer of models. With `scheduler`, it scores in background fibers, and commits hidden states only
+        while no other fibers run. `first`: of the models that are scored side by side, only one may commit; returns
+        True once it is this one's turn."""
         runs, geometry = scheduler or Scheduler(self.pool, job.observer), job.inputs.geometry
         cleaner = StoreCleaner(job.run_dir, self.always, self.dropping, lambda: scheduler is None)
         alone = (lambda: runs.alone and first()) if scheduler else first
@@ -155,7 +156,7 @@ class JobWorkers:
             job: the job, at a given size.
             compared: one worker also compares the layers with the dense ones; the figures are entered for OUTPUT's
                 record.
-            scoring: a stream that runs in the background.
+            scoring: a coroutine that runs in the background.
 
         Return the result of `scoring`; None without it, or if data that it needed was damaged or lost.
 
@@ -199,7 +200,7 @@ class JobWorkers:
         scheduler: Scheduler | None = None,
     ) -> Driver:
         """Return the driver of a job. `work`: a part of it. `journal`: in place of its ledger. `scheduler`: with
-        background streams."""
+        background fibers."""
         runs = scheduler or Scheduler(self.pool, job.observer)
         cleaner = self._cleaner(job, lambda: not runs.background_begun)
         work = replace(work or driver_job(job.inputs), every=self.every)
@@ -217,11 +218,11 @@ def _prepare_assembly(job: JobContext) -> None:
         count_dense(job.inputs.config)
 
 
-def _compare(job: JobContext, layers: LayersEntered) -> TaskStream[None]:
+def _compare(job: JobContext, layers: LayersEntered) -> Coroutine[None]:
     """Compare the staged layers with the dense ones on a few tokens, and enter the figures: `verify` measures them
     again.
 
-    Some layers at a time, when they are staged; one after another, as the outputs of each enter the next.
+    Layers are compared once they are staged, some at a time, in order: the outputs of each enter the next.
     """
     if all(map(layers.is_final, range(len(layers)))) and _is_compared(job, layers):
         return

@@ -17,9 +17,9 @@ from manifests.records import Curve, FormSpec
 from pipeline.families.blocks import Matrix, MLPBlock
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
-from pipeline.methods.method import Key, Moment, Ranks, Scores, Solution, Statistics, Task, Weights
+from pipeline.methods.method import Moment, Ranks, Scores, Solution, Statistics, Task, Weights
 from pipeline.methods.work import Work
-from pipeline.ranks.budget import RankVariable
+from pipeline.ranks.budget import RankKey, RankVariable
 from pipeline.ranks.importance import preserve_importance
 
 E = TypeVar("E", bound=MethodEntry)
@@ -253,7 +253,7 @@ class Method(ABC, Generic[E]):
         """Return the variables of all claimed groups."""
         return tuple(variable for group in self.claims(geometry) for variable in group.variables())
 
-    def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
+    def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[RankKey, float]:
         """Return the real-valued rank of every variable at a common `ratio` in (0, 1]: this share of its cap."""
         return {variable.key: ratio * variable.cap for variable in self.rank_variables(geometry)}
 

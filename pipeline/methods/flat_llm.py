@@ -24,11 +24,11 @@ from pipeline.kernels.sensitivity import factored, projection_losses, pullback
 from pipeline.kernels.spectra import dropped_share, head_pca, output_gram, spectrum, weighted_head_pca
 from pipeline.methods.base import Group, Method
 from pipeline.methods.by_loss import curve_of
-from pipeline.methods.method import Key, Moment, Ranks, Scores, Solution
+from pipeline.methods.method import Moment, Ranks, Scores, Solution
 from pipeline.methods.moments import input_moment, output_gradient
 from pipeline.methods.tensors import biases_of, channel_priority, encoded_values
 from pipeline.methods.work import Work, elimination, spectra
-from pipeline.ranks.budget import RankVariable
+from pipeline.ranks.budget import RankKey, RankVariable
 
 VALUE, QUERY_KEY, MLP = "value", "query_key", "mlp"  # rank variables
 
@@ -256,7 +256,7 @@ class FlatLLMMethod(Method[FlatLLM]):
         gradients = (output_gradient(block.writer),) if self.entry.needs_gradient else ()
         return (input_moment(block.writer), *gradients)
 
-    def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
+    def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[RankKey, float]:
         """Return the entry's ranks, or w_l · cap, where w_l is from Algorithm 1 (IPRS) or is the ratio."""
         variables = self.rank_variables(geometry)
         if self.entry.ranks is not None:

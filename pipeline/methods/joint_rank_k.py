@@ -23,11 +23,11 @@ from pipeline.kernels.sensitivity import losses_by_rank
 from pipeline.kernels.spectra import dropped_share, spectrum
 from pipeline.methods.base import Group, Method
 from pipeline.methods.by_loss import curve_of, directions, factors, losses
-from pipeline.methods.method import Key, Moment, Ranks, Scores, Solution
+from pipeline.methods.method import Moment, Ranks, Scores, Solution
 from pipeline.methods.moments import input_moment, pull
 from pipeline.methods.tensors import factors_of
 from pipeline.methods.work import Work, directed_stack, direction_losses, low_rank
-from pipeline.ranks.budget import RankVariable
+from pipeline.ranks.budget import RankKey, RankVariable
 
 QUERY_KEY, MLP = "query_key", "mlp"  # rank variables
 Stack = tuple[int, int]  # numbers of the dense weights, numbers that one more rank stores
@@ -213,7 +213,7 @@ class JointRankKMethod(Method[JointRankK]):
                     f"{block.heads} query and {block.kv_heads} key heads; use joint or separate"
                 )
 
-    def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
+    def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[RankKey, float]:
         """Return the entry's ranks, or those that store `ratio` of the dense numbers, in every layer or on average.
 
         Ranks follow the layers' importance (IPRS) if another method with the same budget follows it.

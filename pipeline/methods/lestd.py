@@ -30,7 +30,7 @@ from pipeline.methods.lestd_problems import Layout, Problem, errors_of, weighted
 from pipeline.methods.lestd_sizes import (
     GRID_PER_OCTAVE,
     Choice,
-    Part,
+    ProblemShape,
     Ranks3,
     Rule,
     best_choice,
@@ -39,17 +39,17 @@ from pipeline.methods.lestd_sizes import (
     size_curve,
     sizes_at_common_threshold,
 )
-from pipeline.methods.method import Key, Moment, Ranks, Scores, Solution, group_key
+from pipeline.methods.method import Moment, Ranks, Scores, Solution, group_key
 from pipeline.methods.moments import input_moment
 from pipeline.methods.work import Work
-from pipeline.ranks.budget import RankVariable
+from pipeline.ranks.budget import RankKey, RankVariable
 
 SIZE = "size"
 SAFE_EXPONENT = 40  # bound on the exponent of a core's largest entry, so that relevant squares are normal in float32
 
 
 @dataclass(frozen=True)
-class Solved:
+class SolvedProblem:
     """A problem's decomposition. `energies`: those of Stage I after each sweep."""
 
     choice: Choice
@@ -89,27 +89,27 @@ class Block(Group[LeSTD]):
         return Rule(self.entry.ranks, self.entry.prune, not _own_output(self.entry), self.wide, self.multiple)
 
     @property
-    def parts(self) -> list[Part]:
-        """Return the sizes of the problems."""
-        return [layout.part for layout in self.layouts]
+    def shapes(self) -> list[ProblemShape]:
+        """Return the shapes of the problems."""
+        return [layout.shape for layout in self.layouts]
 
     @property
     def dense_size(self) -> int:
         """Count the numbers of the weights."""
-        return sum(part.dense for part in self.parts)
+        return sum(shape.dense for shape in self.shapes)
 
     @property
     def bounds(self) -> tuple[int, int]:
         """Return the smallest size that can be stored, and the largest useful one."""
         rule, dense = self.rule, self.dense_size
-        sizes = [(rule.least(part), rule.most(part)) for part in self.parts]
+        sizes = [(rule.least(shape), rule.most(shape)) for shape in self.shapes]
         return min(sum(least for least, _ in sizes), dense), min(sum(most for _, most in sizes), dense)
 
     def check(self) -> None:
         """Raise ValueError on ranks above the full ones or that save nothing."""
         if self.entry.ranks is None:
             return
-        limits = tuple(max(part.full[mode] for part in self.parts) for mode in range(3))
+        limits = tuple(max(shape.full[mode] for shape in self.shapes) for mode in range(3))
         ranks = list(self.entry.ranks)
         if any(rank > limit for rank, limit in zip(ranks, limits, strict=True)):
             raise ValueError(f"ranks: {ranks} for {self.name}; this model allows up to {list(limits)}")
@@ -143,7 +143,7 @@ class Block(Group[LeSTD]):
         """Return the best size at every threshold."""
         (problem,) = self.problems()
         squares, exponent = _squares(_whole(self.entry, problem))
-        curve = size_curve(problem.layout.part, self.rule, squares)
+        curve = size_curve(problem.layout.shape, self.rule, squares)
         return {**curve, "first": curve["first"] + GRID_PER_OCTAVE * exponent}
 
     def solve(self, ranks: Ranks) -> Solution:
@@ -166,19 +166,19 @@ class Block(Group[LeSTD]):
 
     def _split(self, size: int) -> list[int]:
         """Divide a size among the problems by their dense numbers."""
-        rule, parts, size = self.rule, self.parts, max(size, self.bounds[0])
-        if len(parts) == 1:
+        rule, shapes, size = self.rule, self.shapes, max(size, self.bounds[0])
+        if len(shapes) == 1:
             return [size]
-        first, last = parts
+        first, last = shapes
         share = round(size * first.dense / (first.dense + last.dense))
         share = max(rule.least(first), min(share, size - rule.least(last)))
         return [share, size - share]
 
     def solve_work(self, tokens: int, hinted: bool = False) -> Work:
         """Count the Gram matrices of both long modes and their eigenvectors, once and in each sweep."""
-        turns, parts = 1 + self.entry.sweeps, self.parts
-        products = sum(2.0 * part.dense * (part.hidden + part.width) for part in parts)
-        return Work(turns * products, vectors=turns * sum(float(part.hidden**3 + part.width**3) for part in parts))
+        turns, shapes = 1 + self.entry.sweeps, self.shapes
+        products = sum(2.0 * shape.dense * (shape.hidden + shape.width) for shape in shapes)
+        return Work(turns * products, vectors=turns * sum(float(shape.hidden**3 + shape.width**3) for shape in shapes))
 
     def curve_work(self, tokens: int) -> Work:
         """Count a solve for each solved size."""
@@ -209,10 +209,12 @@ class Attention(Block):
         )
         d, H, G = attention.head_dim, attention.heads, attention.kv_heads
         if H == G:
-            layouts = [Layout(Part(D, d, ((3 if own else 4, H),), bits), ("",))]
+            layouts = [Layout(ProblemShape(D, d, ((3 if own else 4, H),), bits), ("",))]
         else:
-            layouts = [Layout(Part(D, d, ((1 if own else 2, H), (2, G)), bits), ("_q" if own else "_qo", "_kv"))]
-        return [*layouts, Layout(Part(D, d, ((1, H),), bits), ("_o",), "_o")] if own else layouts
+            layouts = [
+                Layout(ProblemShape(D, d, ((1 if own else 2, H), (2, G)), bits), ("_q" if own else "_qo", "_kv"))
+            ]
+        return [*layouts, Layout(ProblemShape(D, d, ((1, H),), bits), ("_o",), "_o")] if own else layouts
 
     def problems(self) -> list[Problem]:
         """Return the stacked heads of the weights, weighted by inputs if o is decomposed by itself."""
@@ -222,13 +224,13 @@ class Attention(Block):
         q, k, v, o = scales
         by_core = ((q, k, v, o),) if len(stacked) == 1 else ((q, o), (k, v))
         if not _own_output(self.entry):
-            return [Problem(layouts[0], stacked, parts=by_core)]
+            return [Problem(layouts[0], stacked, divisors=by_core)]
         last = stacked[0].shape[2] - 1  # q, k, v, o or q, o
         inputs, moments = [stacked[0][:, :, :last], *stacked[1:]], self.statistics.moments
         input_DD, context_Hdd = moments[input_moment(attention.query)][0], moments[_context(attention)]
         return [
-            replace(weighted_inputs(layouts[0], inputs, input_DD), parts=(by_core[0][:last], *by_core[1:])),
-            replace(weighted_output(layouts[1], stacked[0][:, :, last:], context_Hdd), parts=((o,),)),
+            replace(weighted_inputs(layouts[0], inputs, input_DD), divisors=(by_core[0][:last], *by_core[1:])),
+            replace(weighted_output(layouts[1], stacked[0][:, :, last:], context_Hdd), divisors=((o,),)),
         ]
 
     def stacked_roles(self, problem: Problem) -> list[tuple[str, ...]]:
@@ -250,12 +252,12 @@ class MLP(Block):
     def layouts(self) -> list[Layout]:
         """Return one problem."""
         sizes = ((len(self.mlp.matrices), 1),)
-        return [Layout(Part(self.geometry.hidden, self.mlp.width, sizes, self.geometry.bits), ("",))]
+        return [Layout(ProblemShape(self.geometry.hidden, self.mlp.width, sizes, self.geometry.bits), ("",))]
 
     def problems(self) -> list[Problem]:
         """Return the stacked projections."""
         parts, scales = equalize([self.weight(matrix) for matrix in self.mlp.matrices])
-        return [Problem(self.layouts[0], stack_mlp(parts[:-1], parts[-1]), parts=(tuple(scales),))]
+        return [Problem(self.layouts[0], stack_mlp(parts[:-1], parts[-1]), divisors=(tuple(scales),))]
 
 
 @dataclass(frozen=True)
@@ -294,7 +296,7 @@ class LeSTDMethod(Method[LeSTD]):
         """Measure the claimed groups with `threshold: model`, as sizes then follow the spectra of the layers."""
         return self.claims(geometry) if self.entry.threshold == "model" else ()
 
-    def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
+    def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[RankKey, float]:
         """Return `ratio` of the dense numbers of every layer, or sizes with the same sum at a common threshold."""
         variables = self.rank_variables(geometry)
         if self.fixed_ranks:
@@ -315,33 +317,33 @@ def _own_output(entry: LeSTD) -> bool:
 
 def _whole(entry: LeSTD, problem: Problem) -> Tucker:
     """Return the HOSVD at full rank. Its leading blocks give the energy that smaller ranks keep."""
-    return shared_tucker(problem.tensors, problem.layout.part.full, 1, entry.tolerance)
+    return shared_tucker(problem.tensors, problem.layout.shape.full, 1, entry.tolerance)
 
 
-def _solve(entry: LeSTD, problem: Problem, rule: Rule, size: int) -> Solved:
+def _solve(entry: LeSTD, problem: Problem, rule: Rule, size: int) -> SolvedProblem:
     """Run both stages at the ranks with the least predicted error.
 
     After refinement, the next larger R1 often has a smaller error of the weights, at twice the work. On
     `wiki-llama-mha-6m` it raises the perplexity as often as it lowers it, so it is not tried.
     """
-    part = problem.layout.part
+    shape = problem.layout.shape
     if rule.ranks is not None:
-        rule = replace(rule, ranks=_cut(rule.ranks, part))
-    options = list(choices(part, rule, size))
+        rule = replace(rule, ranks=_cut(rule.ranks, shape))
+    options = list(choices(shape, rule, size))
     choice = options[0] if len(options) == 1 else best_choice(options, _squares(_whole(entry, problem))[0])
     tucker = whole = shared_tucker(problem.tensors, choice.ranks, entry.sweeps, entry.tolerance)
     if choice.count is not None:
         tucker = refine_sparse(problem.tensors, whole, choice.count, entry.refine_sweeps, entry.tolerance)
-    return Solved(choice, tucker, whole.energies)
+    return SolvedProblem(choice, tucker, whole.energies)
 
 
 def _context(block: AttentionBlock) -> Moment:
     return Moment(block.writer.reads, heads=block.heads, groups=block.heads)
 
 
-def _cut(ranks: Ranks3, part: Part) -> Ranks3:
+def _cut(ranks: Ranks3, shape: ProblemShape) -> Ranks3:
     """Limit R3, which applies to q, k, v and o together, to the number of projections in a problem."""
-    return ranks[0], ranks[1], min(ranks[2], part.full[2])
+    return ranks[0], ranks[1], min(ranks[2], shape.full[2])
 
 
 def _squares(whole: Tucker) -> tuple[list[Tensor], int]:
@@ -351,7 +353,7 @@ def _squares(whole: Tucker) -> tuple[list[Tensor], int]:
     return [(core * 2.0**-exponent).square().to(torch.float32) for core in whole.cores], exponent
 
 
-def _stored(problem: Problem, solved: Solved) -> tuple[dict[str, Tensor], dict[str, int]]:
+def _stored(problem: Problem, solved: SolvedProblem) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Map names to the tensors of a solved problem, and `nnz` names to the core entries for its form."""
     layout, choice, tucker = problem.layout, solved.choice, solved.tucker
     first, second = tucker.first, tucker.second
@@ -361,8 +363,8 @@ def _stored(problem: Problem, solved: Solved) -> tuple[dict[str, Tensor], dict[s
         second = problem.columns.inverse @ second
     tensors = {f"first{layout.own}": first, f"second{layout.own}": second}
     entries = {}
-    for suffix, third, core, parts in zip(layout.cores, tucker.thirds, tucker.cores, problem.parts, strict=True):
-        third = third * third.new_tensor(parts)[:, None]
+    for suffix, third, core, divisors in zip(layout.cores, tucker.thirds, tucker.cores, problem.divisors, strict=True):
+        third = third * third.new_tensor(divisors)[:, None]
         mask = (core != 0).contiguous()
         if not mask.any():
             mask.view(-1)[0] = True  # a form cannot have an empty core
@@ -384,26 +386,26 @@ def _form(layout: Layout, choice: Choice) -> dict[str, Any]:
     return {"ranks_o": list(choice.ranks[:2])} if layout.own else {"ranks": list(choice.ranks)}
 
 
-def _report(problem: Problem, solved: Solved, entries: int) -> dict[str, Any]:
+def _report(problem: Problem, solved: SolvedProblem, entries: int) -> dict[str, Any]:
     """Return the relative squared error (of weighted weights, if there is a weighting), ranks, stored numbers,
     energies.
 
     `energies` are shares of the whole: after each sweep of Stage I, and `pruned` after the first cut of Stage II.
     """
-    part, end, choice, tucker = problem.layout.part, problem.layout.own, solved.choice, solved.tucker
+    shape, end, choice, tucker = problem.layout.shape, problem.layout.own, solved.choice, solved.tucker
     total = tucker.total or 1.0
     pruned = {} if choice.count is None else {f"pruned{end}": tucker.energies[0] / total}
-    core = sum(part.positions(choice.ranks)) if choice.count is None else entries
-    index = 0 if choice.count is None else part.index(choice.ranks)
+    core = sum(shape.positions(choice.ranks)) if choice.count is None else entries
+    index = 0 if choice.count is None else shape.index(choice.ranks)
     clipped: Sequence[InputRoots] = [roots for roots in (problem.rows, problem.columns) if roots is not None]
     return {
         f"error{end}": tucker.error / total,
         f"tucker_ranks{end}": list(choice.ranks),
         f"core{end}": core,
-        f"numbers{end}": part.factors(choice.ranks) + index + core,
-        f"numbers_without_index{end}": part.factors(choice.ranks) + core,
+        f"numbers{end}": shape.factors(choice.ranks) + index + core,
+        f"numbers_without_index{end}": shape.factors(choice.ranks) + core,
         f"energies{end}": [round(energy / total, 6) for energy in solved.energies],
         **pruned,
         **{f"clipped{end}": roots.clipped for roots in clipped},
-        **{f"{name}{end}": scales for name, scales in scale_report(sum(problem.parts, ())).items()},
+        **{f"{name}{end}": scales for name, scales in scale_report(sum(problem.divisors, ())).items()},
     }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.lowrank import InputRoots, input_roots
-from pipeline.methods.lestd_sizes import Part
+from pipeline.methods.lestd_sizes import ProblemShape
 
 LEAST_SCALE = 1e-5
 
@@ -21,7 +21,7 @@ LEAST_SCALE = 1e-5
 class Layout:
     """A problem and the names of its tensors: `first` and `second` end in `own`, `third` and `core` in `cores`."""
 
-    part: Part
+    shape: ProblemShape
     cores: tuple[str, ...]
     own: str = ""
 
@@ -32,7 +32,7 @@ class Problem:
 
     Attributes:
         rows: the weighting of mode 1 (D × D); `columns` that of mode 2; `scales` (h) that of the heads.
-        parts: for each tensor, the divisors by which its projections (mode 3) were brought to a similar size.
+        divisors: for each tensor, the numbers that divided its projections (mode 3), to bring them to a similar size.
     """
 
     layout: Layout
@@ -40,7 +40,7 @@ class Problem:
     rows: InputRoots | None = None
     columns: InputRoots | None = None
     scales: Tensor | None = None
-    parts: tuple[tuple[float, ...], ...] = ()
+    divisors: tuple[tuple[float, ...], ...] = ()
 
 
 def weighted_inputs(layout: Layout, tensors: list[Tensor], moment_DD: Tensor) -> Problem:
@@ -68,9 +68,9 @@ def errors_of(
     rows = problem.rows.inverse if problem.rows is not None else None
     columns = problem.columns.inverse if problem.columns is not None else None
     errors: dict[str, Tensor] = {}
-    for tensor, rebuilt, names, sizes in zip(problem.tensors, approximations, roles, problem.parts, strict=True):
+    for tensor, rebuilt, names, divisors in zip(problem.tensors, approximations, roles, problem.divisors, strict=True):
         error = _unweighted(tensor.double() - rebuilt, rows, columns, problem.scales)
-        errors |= {name: error[:, :, place] * sizes[place] for place, name in enumerate(names)}
+        errors |= {name: error[:, :, place] * divisors[place] for place, name in enumerate(names)}
     return errors
 
 

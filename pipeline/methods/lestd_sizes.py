@@ -22,7 +22,7 @@ GRID_OCTAVES = 20  # below the largest |g|; smaller entries have at most 1e-12 o
 
 
 @dataclass(frozen=True)
-class Part:
+class ProblemShape:
     """The tensors (D, W, t, h) of one problem, which share U₁ (D, R1) and U₂ (W, R2); U₃ (t, R3) and core are its own.
 
     Attributes:
@@ -85,19 +85,19 @@ class Rule:
     search_width: bool
     multiple: int = 1
 
-    def least(self, part: Part) -> int:
+    def least(self, shape: ProblemShape) -> int:
         """Return the smallest size at which there is a choice."""
-        least = min(self.multiple, part.hidden), min(self.multiple, part.width) if self.search_width else part.width
-        ranks = self.ranks or (*least, part.full[2])
-        sparse = part.factors(ranks) + part.index(ranks) + len(part.stacks)
-        whole = part.with_dense_core(ranks)
+        least = min(self.multiple, shape.hidden), min(self.multiple, shape.width) if self.search_width else shape.width
+        ranks = self.ranks or (*least, shape.full[2])
+        sparse = shape.factors(ranks) + shape.index(ranks) + len(shape.stacks)
+        whole = shape.with_dense_core(ranks)
         return sparse if self.prune and not self.whole else min(sparse, whole) if self.prune else whole
 
-    def most(self, part: Part) -> int:
+    def most(self, shape: ProblemShape) -> int:
         """Return the largest useful size: of the dense weights, or of the entry's ranks with a whole core."""
         if self.ranks is None:
-            return part.dense
-        return max(part.with_dense_core(self.ranks), self.least(part))
+            return shape.dense
+        return max(shape.with_dense_core(self.ranks), self.least(shape))
 
 
 @dataclass(frozen=True)
@@ -108,20 +108,20 @@ class Choice:
     count: int | None
 
 
-def choices(part: Part, rule: Rule, size: int) -> Iterator[Choice]:
+def choices(shape: ProblemShape, rule: Rule, size: int) -> Iterator[Choice]:
     """Yield choices that fit into a size (or the least one): ranks by eighths and halvings, and the largest R1."""
-    size = max(size, rule.least(part))
-    for ranks in _grid(part, rule):
-        if part.with_dense_core(ranks) <= size and (rule.whole or not rule.prune):
+    size = max(size, rule.least(shape))
+    for ranks in _grid(shape, rule):
+        if shape.with_dense_core(ranks) <= size and (rule.whole or not rule.prune):
             yield Choice(ranks, None)
-        elif rule.prune and (room := part.sparse_room(ranks, size)) >= 1:
-            yield Choice(ranks, min(room, sum(part.positions(ranks))))
+        elif rule.prune and (room := shape.sparse_room(ranks, size)) >= 1:
+            yield Choice(ranks, min(room, sum(shape.positions(ranks))))
     if rule.ranks is None and (rule.whole or not rule.prune):
-        for width_rank in _widths(part, rule):
-            rest = part.full[2]
-            per_rank = part.with_dense_core((2, width_rank, rest)) - part.with_dense_core((1, width_rank, rest))
-            most = 1 + (size - part.with_dense_core((1, width_rank, rest))) // per_rank
-            rank = part.hidden if most >= part.hidden else most // rule.multiple * rule.multiple
+        for width_rank in _widths(shape, rule):
+            rest = shape.full[2]
+            per_rank = shape.with_dense_core((2, width_rank, rest)) - shape.with_dense_core((1, width_rank, rest))
+            most = 1 + (size - shape.with_dense_core((1, width_rank, rest))) // per_rank
+            rank = shape.hidden if most >= shape.hidden else most // rule.multiple * rule.multiple
             if rank >= 1:
                 yield Choice((rank, width_rank, rest), None)
 
@@ -135,7 +135,7 @@ def best_choice(options: Sequence[Choice], squares: Sequence[Tensor]) -> Choice:
     return max(options, key=lambda choice: _kept_energy(_blocks(squares, choice.ranks), choice.count))
 
 
-def size_curve(part: Part, rule: Rule, squares: Sequence[Tensor]) -> dict[str, Any]:
+def size_curve(shape: ProblemShape, rule: Rule, squares: Sequence[Tensor]) -> dict[str, Any]:
     """Return the best size at thresholds τ = 2^(j / GRID_PER_OCTAVE), j = first, first + 1, …; it falls with τ.
 
     At every τ, the size minimises squared error + τ² · stored numbers over all ranks. Cores are cut at τ, and a number
@@ -143,21 +143,21 @@ def size_curve(part: Part, rule: Rule, squares: Sequence[Tensor]) -> dict[str, A
     """
     peak = max(float(square.max()) for square in squares)
     if peak == 0.0:
-        return {"first": 0, "sizes": [rule.least(part)]}
+        return {"first": 0, "sizes": [rule.least(shape)]}
     last = math.floor(GRID_PER_OCTAVE * math.log2(peak) / 2) + 1
     first = last - GRID_PER_OCTAVE * GRID_OCTAVES
     price = (2.0 * torch.arange(first, last + 1, dtype=torch.float64) / GRID_PER_OCTAVE).exp2()
     total = sum(float(square.sum(dtype=torch.float64)) for square in squares)
     bins = [_bins(square, first, len(price)) for square in squares]
     best_cost, best_size = torch.full_like(price, math.inf), torch.zeros_like(price)
-    offers = [(torch.full_like(price, part.dense), torch.zeros_like(price))] if rule.ranks is None else []
-    for ranks in _grid(part, rule):
+    offers = [(torch.full_like(price, shape.dense), torch.zeros_like(price))] if rule.ranks is None else []
+    for ranks in _grid(shape, rule):
         above, energy = _above(_blocks(bins, ranks), _blocks(squares, ranks), len(price))
-        fixed = part.factors(ranks) + part.index(ranks) + len(part.stacks) - 1
+        fixed = shape.factors(ranks) + shape.index(ranks) + len(shape.stacks) - 1
         offers.append((fixed + above.clamp_min(1), total - energy))
         if rule.whole:
             whole_energy = torch.full_like(price, float(energy[0]))
-            offers.append((torch.full_like(price, part.with_dense_core(ranks)), total - whole_energy))
+            offers.append((torch.full_like(price, shape.with_dense_core(ranks)), total - whole_energy))
     for size, error in offers:
         cost = error.clamp_min(0.0) + price * size
         better = cost < best_cost
@@ -202,14 +202,16 @@ def _size_at(curve: Mapping[str, Any], most: int, position: float) -> float:
     return float(lower + (place - below) * (sizes[below + 1] - lower))
 
 
-def _grid(part: Part, rule: Rule) -> list[Ranks3]:
+def _grid(shape: ProblemShape, rule: Rule) -> list[Ranks3]:
     if rule.ranks is not None:
         return [rule.ranks]
-    return [(rank, width, part.full[2]) for rank in _steps(part.hidden, rule.multiple) for width in _widths(part, rule)]
+    return [
+        (rank, width, shape.full[2]) for rank in _steps(shape.hidden, rule.multiple) for width in _widths(shape, rule)
+    ]
 
 
-def _widths(part: Part, rule: Rule) -> list[int]:
-    return _steps(part.width, rule.multiple) if rule.search_width else [part.width]
+def _widths(shape: ProblemShape, rule: Rule) -> list[int]:
+    return _steps(shape.width, rule.multiple) if rule.search_width else [shape.width]
 
 
 def _steps(limit: int, multiple: int) -> list[int]:

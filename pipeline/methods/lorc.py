@@ -24,10 +24,10 @@ from pipeline.kernels.spectra import dropped_share, spectrum
 from pipeline.methods import work
 from pipeline.methods.base import Group, Method
 from pipeline.methods.by_loss import curve_of, directions, factors, losses
-from pipeline.methods.method import Key, Moment, Ranks, Scores, Solution, Task, group_key
+from pipeline.methods.method import Moment, Ranks, Scores, Solution, Task, group_key
 from pipeline.methods.moments import input_moment, pull
 from pipeline.methods.work import Work
-from pipeline.ranks.budget import RankVariable, fit_ranks, solve_ratio
+from pipeline.ranks.budget import RankKey, RankVariable, fit_ranks, solve_ratio
 from pipeline.ranks.curves import Point, most_numbers
 from pipeline.ranks.progressive import cumulative_log_conditions, progressive_shares
 
@@ -207,7 +207,7 @@ class LoRCMethod(Method[LoRC]):
             return super().most_numbers(geometry)
         return most_numbers([group.corners() for group in self.chosen(geometry, self.groups)], target)
 
-    def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
+    def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[RankKey, float]:
         """Return ranks by eq. 13 (progressive), or the same share in every layer.
 
         Their mean is `cache_keep` of the dense cache if that is set, else `ratio` of the cap. No latent is wider than
@@ -288,8 +288,8 @@ class LoRCMethod(Method[LoRC]):
 
 
 def _cache_ranks(
-    variables: Sequence[RankVariable], targets: Mapping[Key, float], dense: Mapping[int, int], keep: float
-) -> dict[Key, float]:
+    variables: Sequence[RankVariable], targets: Mapping[RankKey, float], dense: Mapping[int, int], keep: float
+) -> dict[RankKey, float]:
     """Return allowed ranks near the targets that cache no more than the targets do together.
 
     A group whose target is its layer's `dense` numbers stays dense. If layers differ in size, shares with mean `keep`

@@ -22,7 +22,6 @@ from pipeline.methods.text_sources import NO_SOURCES, TextSources
 
 Ranks = Mapping[str, int]
 Weights = Mapping[str, Tensor]
-Key = tuple[int, str, str]
 
 FOR_FILES = str.maketrans(":+", "--")  # characters of points that file names do not have
 

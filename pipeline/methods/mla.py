@@ -26,10 +26,10 @@ from pipeline.kernels.fitted_turns import FIT_STEPS, fit_turns
 from pipeline.kernels.latent import SplitKeys, distance_shares, fit_latents, head_rows, query_rows, split_keys, turns
 from pipeline.kernels.sensitivity import least_losses, output_directions
 from pipeline.methods.base import Group, Method
-from pipeline.methods.method import Key, Moment, Ranks, Scores, Solution
+from pipeline.methods.method import Moment, Ranks, Scores, Solution
 from pipeline.methods.moments import input_moment
 from pipeline.methods.work import CUT_SHARE, Work
-from pipeline.ranks.budget import RankVariable
+from pipeline.ranks.budget import RankKey, RankVariable
 from pipeline.ranks.curves import Point, steps, to_columns
 
 RANK, ROPE = "rank", "rope"  # kv_lora_rank, qk_rope_head_dim
@@ -256,7 +256,7 @@ class MLAMethod(Method[MLA]):
         """Return the numbers that a token may cache in all layers."""
         return sum(self._group(layer).cached for layer in geometry.layers)
 
-    def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
+    def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[RankKey, float]:
         """Return the largest latent that fits into the cache; curves choose among smaller ones."""
         return {variable.key: variable.cap for variable in self.rank_variables(geometry)}
 

@@ -39,7 +39,7 @@ from pipeline.methods.lorc import LoRCMethod
 from pipeline.methods.loss_aware.method import LossAwareMethod
 from pipeline.methods.loss_aware.shapes import ShapedExperts
 from pipeline.methods.magnitude import MagnitudeMethod
-from pipeline.methods.method import Key, Moment, Scores, Task, group_key, task_key
+from pipeline.methods.method import Moment, Scores, Task, group_key, task_key
 from pipeline.methods.mla import MLAMethod
 from pipeline.methods.rounded_size import (
     most_by_bits,
@@ -60,10 +60,11 @@ from pipeline.ranks.allocation import (
     tied,
     weighed,
 )
+from pipeline.ranks.budget import RankKey
 from pipeline.ranks.curves import from_columns
 from pipeline.ranks.importance import angular_importance
 
-Weights = Mapping[str, float]  # task -> weight of each of its numbers in the budget
+NumberWeights = Mapping[str, float]  # task -> weight of each of its numbers in the budget
 
 
 Methods = Sequence[Method[Any]]
@@ -300,12 +301,12 @@ def _entry(
     method: Method[Any],
     geometry: Geometry,
     scores: Scores,
-    weights: Weights = MappingProxyType({}),
+    weights: NumberWeights = MappingProxyType({}),
 ) -> Entry:
     """Return a method as an entry of the allocation, with groups named by the keys of their tasks."""
     method_scores = _scores_of(scores, position, method, geometry)
 
-    def targets(ratio: float) -> dict[Key, float]:
+    def targets(ratio: float) -> dict[RankKey, float]:
         try:
             ranks = method.target_ranks(geometry, ratio, method_scores)
         except ValueError as error:  # fields contradict each other on this model
@@ -332,7 +333,7 @@ def _entry(
     return tied(entry) if method.uniform else entry
 
 
-def _weights(manifest: Manifest, position: int, method: Method[Any], geometry: Geometry) -> Weights:
+def _weights(manifest: Manifest, position: int, method: Method[Any], geometry: Geometry) -> NumberWeights:
     """Map each task to the weight of its numbers, under a budget of bytes with several dtypes; else return {}."""
     mixed = geometry.outer_bits or any(layer.own_bits for layer in geometry.layers)
     chosen_bits = manifest.quantize is not None and manifest.quantize.bits == "auto"
@@ -346,7 +347,7 @@ def _weights(manifest: Manifest, position: int, method: Method[Any], geometry: G
 
 
 def _overcounted(
-    manifest: Manifest, entry: Entry, weights: Weights, groups: Sequence[Group[Any]], geometry: Geometry
+    manifest: Manifest, entry: Entry, weights: NumberWeights, groups: Sequence[Group[Any]], geometry: Geometry
 ) -> float:
     """Sum `overcounted` over an entry's groups inside the layers. `weights`: the weights of its groups, in order."""
     return sum(
@@ -359,7 +360,7 @@ def _overcounted(
 
 
 def _prediction(
-    position: int, method: Method[Any], geometry: Geometry, scores: Scores, weights: Weights
+    position: int, method: Method[Any], geometry: Geometry, scores: Scores, weights: NumberWeights
 ) -> Prediction | None:
     """Return the curves of a method whose ranks follow predicted loss, else None."""
     groups = method.predicts(geometry)

@@ -20,11 +20,11 @@ from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.lowrank import InputRoots, input_roots, rank_limit
 from pipeline.methods.base import E, Group, Method
-from pipeline.methods.method import Key, Ranks, Scores, Solution
+from pipeline.methods.method import Ranks, Scores, Solution
 from pipeline.methods.moments import input_moment
 from pipeline.methods.tensors import factors_of
 from pipeline.methods.work import Work, low_rank
-from pipeline.ranks.budget import RankVariable
+from pipeline.ranks.budget import RankKey, RankVariable
 
 FLOOR = 1e-5  # smallest size, relative to the largest: an input that is always zero would be scaled by zero
 
@@ -103,9 +103,9 @@ class SeparateMethod(Method[E]):
                 moments = (input_moment(matrices[0]),) if self.roots else ()
                 yield Separate(self.entry, layer, name, roles_of(matrices), moments, roots=self.roots)
 
-    def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
+    def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[RankKey, float]:
         """Return the ranks at which the two factors of each weight store `ratio` of its numbers."""
-        targets: dict[Key, float] = {}
+        targets: dict[RankKey, float] = {}
         for group in self.claims(geometry):
             for variable in group.variables():
                 m, D = group.geometry.weight_shape(variable.name)

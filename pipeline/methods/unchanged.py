@@ -13,8 +13,8 @@ from pipeline.families.blocks import roles_of
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.base import Group, Method
-from pipeline.methods.method import Key, Ranks, Scores, Solution, Task
-from pipeline.ranks.budget import RankVariable
+from pipeline.methods.method import Ranks, Scores, Solution, Task
+from pipeline.ranks.budget import RankKey, RankVariable
 from pipeline.ranks.curves import Point, to_columns
 
 WHOLE, BITS = "whole", "bits"
@@ -85,7 +85,7 @@ class Unchanged(Method[MethodEntry]):
         """Return the variables of the groups inside the layers."""
         return tuple(variable for group in self._inside(geometry) for variable in group.variables())
 
-    def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
+    def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[RankKey, float]:
         """Return 1 for every variable."""
         return {variable.key: 1.0 for variable in self.rank_variables(geometry)}
 

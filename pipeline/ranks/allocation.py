@@ -12,7 +12,7 @@ from functools import partial
 from statistics import fmean
 
 from manifests.errors import InputError
-from pipeline.ranks.budget import Key, RankVariable, fit_ranks, solve_ratio
+from pipeline.ranks.budget import RankKey, RankVariable, fit_ranks, solve_ratio
 from pipeline.ranks.curves import Point, cache_numbers, choose, lower_hull, stored_numbers, summed
 
 Chosen = dict[str, dict[str, int]]
@@ -59,7 +59,7 @@ class Entry:
     keep: float | None = None
     fixed: bool = False
     variables: tuple[RankVariable, ...] = ()
-    targets: Callable[[float], Mapping[Key, float]] = field(default=lambda ratio: {}, compare=False)
+    targets: Callable[[float], Mapping[RankKey, float]] = field(default=lambda ratio: {}, compare=False)
     prediction: Prediction | None = None
     followers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     most: float = 0.0
@@ -87,7 +87,7 @@ class Budget:
     reserved: float
 
     @property
-    def target(self) -> int:
+    def limit(self) -> int:
         """Return the numbers that may be stored, with a tolerance for the rounding of floats."""
         numbers = self.keep * self.total - self.reserved
         return math.floor(numbers + 1e-6 + 1e-12 * abs(numbers))
@@ -101,19 +101,19 @@ class Budget:
 
         `dense`: parts whose curves have no smaller size.
         """
-        if self.target < least:
+        if self.limit < least:
             dense_numbers = sum(entry.dense_numbers for entry in entries)
             reasons = [f" ({entry.where}: {entry.least_reason})" for entry in entries if entry.least_reason]
             reasons += [f" ({len(dense)} parts stay dense, such as experts that no token passed)"] if dense else []
             raise InputError(
-                f"{self.field}: {self.keep:g} leaves {max(0, self.target):,} numbers for the claimed tensors, which "
+                f"{self.field}: {self.keep:g} leaves {max(0, self.limit):,} numbers for the claimed tensors, which "
                 f"take at least {least:,.0f} ({dense_numbers:,} dense){''.join(reasons)}; claim more tensors or keep "
                 f"more: reachable is {self.least_keep(least):.3f} to 1"
             )
 
     def require_room(self) -> None:
         """Raise InputError if the reserved numbers alone exceed the budget."""
-        if self.target >= 0:
+        if self.limit >= 0:
             return
         needed = self.least_keep(0.0)
         raised = f"raise it to at least {needed:.3f}, " if needed <= 1.0 else ""
@@ -172,7 +172,7 @@ def tied(entry: Entry) -> Entry:
         by_name.setdefault((_beyond_layer(variable.group), variable.name), []).append(variable)
     groups = [*by_name.values()]
 
-    def targets(ratio: float) -> dict[Key, float]:
+    def targets(ratio: float) -> dict[RankKey, float]:
         by_layer = entry.targets(ratio)
         return {group[0].key: fmean(by_layer[variable.key] for variable in group) for group in groups}
 
@@ -251,26 +251,26 @@ def _by_loss(predictions: Sequence[Prediction], entries: Sequence[Entry], budget
     if any(by_task is None for by_task in curves):
         least = sum(prediction.least for prediction in predictions)
         budget.require(least, entries)
-        return {}, budget.target
+        return {}, budget.limit
     points = {key: line for by_task in curves if by_task is not None for key, line in by_task.items()}
     dense = [key for key, line in points.items() if len(line) == 1]
     budget.require(sum(lower_hull(line)[0].numbers for line in points.values()), entries, dense)
     guarded = frozenset(key for prediction in predictions for key in prediction.guarded)
-    chosen = choose(points, budget.target, guarded=guarded)
+    chosen = choose(points, budget.limit, guarded=guarded)
     return _ranks(chosen), sum(stored_numbers(point) for point in chosen.values())
 
 
-def _by_cache(entry: Entry, prediction: Prediction, target: float) -> tuple[Chosen, float]:
-    """Return the ranks with the least predicted loss whose cache stays within the target."""
+def _by_cache(entry: Entry, prediction: Prediction, limit: float) -> tuple[Chosen, float]:
+    """Return the ranks with the least predicted loss whose cache stays within the limit."""
     if prediction.curves is None:
         return {}, 0.0
     least = sum(lower_hull(line, cache_numbers)[0].cache for line in prediction.curves.values())
-    if target < least:
+    if limit < least:
         raise InputError(
-            f"{entry.where}.cache_keep: leaves {target:,.0f} numbers per token for the cache, which takes at least "
+            f"{entry.where}.cache_keep: leaves {limit:,.0f} numbers per token for the cache, which takes at least "
             f"{least:,}; keep more"
         )
-    chosen = choose(prediction.curves, target, cache_numbers)
+    chosen = choose(prediction.curves, limit, cache_numbers)
     return _ranks(chosen), sum(stored_numbers(point) for point in chosen.values())
 
 
@@ -279,30 +279,30 @@ def _by_ratio(entries: Sequence[Entry], budget: Budget) -> tuple[Chosen, float]:
     variables = [variable for entry in entries for variable in entry.variables]
     least = sum(variable.cost(variable.least) for variable in variables)
     most = sum(variable.cost(variable.cap) for variable in variables)
-    target = budget.target
+    limit = budget.limit
     budget.require(least, entries)
 
-    def targets_at(ratio: float) -> dict[Key, float]:
+    def targets_at(ratio: float) -> dict[RankKey, float]:
         return {key: rank for entry in entries for key, rank in entry.targets(ratio).items()}
 
     def cost_at(ratio: float) -> float:
         targets = targets_at(ratio)
         return sum(variable.cost(targets[variable.key]) for variable in variables)
 
-    ratio = 1.0 if target >= most else solve_ratio(cost_at, target)
-    ranks = fit_ranks(variables, targets_at(ratio), target)
+    ratio = 1.0 if limit >= most else solve_ratio(cost_at, limit)
+    ranks = fit_ranks(variables, targets_at(ratio), limit)
     return _by_task(ranks), _cost(variables, ranks)
 
 
-def _counted(entry: Entry, ranks: Mapping[Key, int]) -> tuple[Chosen, float]:
+def _counted(entry: Entry, ranks: Mapping[RankKey, int]) -> tuple[Chosen, float]:
     return _by_task(ranks), _cost(entry.variables, ranks)
 
 
-def _cost(variables: Sequence[RankVariable], ranks: Mapping[Key, int]) -> float:
+def _cost(variables: Sequence[RankVariable], ranks: Mapping[RankKey, int]) -> float:
     return sum(variable.cost(ranks[variable.key]) for variable in variables)
 
 
-def _by_task(ranks: Mapping[Key, int]) -> Chosen:
+def _by_task(ranks: Mapping[RankKey, int]) -> Chosen:
     by_task: Chosen = {}
     for (_, task, name), rank in ranks.items():
         by_task.setdefault(task, {})[name] = rank

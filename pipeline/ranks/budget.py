@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-Key = tuple[int, str, str]
+RankKey = tuple[int, str, str]  # layer, group, name of a rank variable
 # Variables share a level if their steps cost at most this many times the finest one's step.
 _LEVEL_SPREAD = 2.0
 _BISECTIONS = 200
@@ -37,7 +37,7 @@ class RankVariable:
             raise ValueError(f"{self.key}: cap {self.cap} and multiple {self.multiple} must be at least 1")
 
     @property
-    def key(self) -> Key:
+    def key(self) -> RankKey:
         """Return the name of the variable among those of a method."""
         return (self.layer, self.group, self.name)
 
@@ -61,48 +61,48 @@ class RankVariable:
         return (rank - 1) // self.multiple * self.multiple if rank > self.least else None
 
 
-def solve_ratio(cost_at: Callable[[float], float], target: float) -> float:
-    """Bisect for the largest ratio in (0, 1] with `cost_at(ratio)` <= target, for a non-decreasing cost.
+def solve_ratio(cost_at: Callable[[float], float], limit: float) -> float:
+    """Bisect for the largest ratio in (0, 1] with `cost_at(ratio)` <= limit, for a non-decreasing cost.
 
-    Raises ValueError if the target is below the cost of the smallest ratio, naming both.
+    Raises ValueError if the limit is below the cost of the smallest ratio, naming both.
     """
-    if math.isnan(target):
-        raise ValueError("the target is NaN")
-    if cost_at(1.0) <= target:
+    if math.isnan(limit):
+        raise ValueError("the limit is NaN")
+    if cost_at(1.0) <= limit:
         return 1.0
     low, high = math.ulp(0.0), 1.0
-    if cost_at(low) > target:
-        raise ValueError(f"target {target:,.0f} is out of reach: least {cost_at(low):,.0f}, most {cost_at(1.0):,.0f}")
+    if cost_at(low) > limit:
+        raise ValueError(f"limit {limit:,.0f} is out of reach: least {cost_at(low):,.0f}, most {cost_at(1.0):,.0f}")
     for _ in range(_BISECTIONS):
         middle = 0.5 * (low + high)
         if not low < middle < high:
             break
-        if cost_at(middle) <= target:
+        if cost_at(middle) <= limit:
             low = middle
         else:
             high = middle
     return low
 
 
-def fit_ranks(variables: Sequence[RankVariable], targets: Mapping[Key, float], target: float) -> dict[Key, int]:
-    """Return allowed ranks near `targets` (by key) with a total cost at most `target`, as near to it as steps allow.
+def fit_ranks(variables: Sequence[RankVariable], targets: Mapping[RankKey, float], limit: float) -> dict[RankKey, int]:
+    """Return allowed ranks near `targets` (by key) with a total cost at most `limit`, as near to it as steps allow.
 
-    The targets are scaled by one factor so that they cost `target`, and rounded to the nearest allowed ranks. The
+    The targets are scaled by one factor so that they cost `limit`, and rounded to the nearest allowed ranks. The
     difference is then compensated by the variables with the finest steps (usually MLP widths), step by step: each time
     by the variable furthest above (or below) its target, relative to its cap. Coarser variables move only when finer
     ones are at their limits. In the end, no further step fits. The result is deterministic. Raises ValueError if the
-    target is below the least possible total, on missing targets, and on two variables with the same key.
+    limit is below the least possible total, on missing targets, and on two variables with the same key.
     """
     _check(variables, targets)
     least = math.fsum(variable.cost(variable.least) for variable in variables)
     most = math.fsum(variable.cost(variable.cap) for variable in variables)
-    if target >= most:
+    if limit >= most:
         return {variable.key: variable.cap for variable in variables}
-    if not target >= least:
-        raise ValueError(f"target {target:,.0f} is out of reach: least {least:,.0f}, most {most:,.0f} stored numbers")
-    scaled = _scaled(variables, targets, target)
+    if not limit >= least:
+        raise ValueError(f"limit {limit:,.0f} is out of reach: least {least:,.0f}, most {most:,.0f} stored numbers")
+    scaled = _scaled(variables, targets, limit)
     ranks = {variable.key: variable.nearest(scaled[variable.key]) for variable in variables}
-    slack = target - math.fsum(variable.cost(ranks[variable.key]) for variable in variables)
+    slack = limit - math.fsum(variable.cost(ranks[variable.key]) for variable in variables)
     levels = _levels(variables)
     for level in levels:
         slack = _lower_(level, scaled, ranks, slack)
@@ -111,8 +111,8 @@ def fit_ranks(variables: Sequence[RankVariable], targets: Mapping[Key, float], t
     return ranks
 
 
-def _check(variables: Sequence[RankVariable], targets: Mapping[Key, float]) -> None:
-    keys: set[Key] = set()
+def _check(variables: Sequence[RankVariable], targets: Mapping[RankKey, float]) -> None:
+    keys: set[RankKey] = set()
     for variable in variables:
         if variable.key in keys:
             raise ValueError(f"two variables are called {variable.key}")
@@ -122,10 +122,10 @@ def _check(variables: Sequence[RankVariable], targets: Mapping[Key, float]) -> N
             raise ValueError(f"{variable.key}: the target rank must be finite and not negative, not {wanted}")
 
 
-def _scaled(variables: Sequence[RankVariable], targets: Mapping[Key, float], target: float) -> dict[Key, float]:
-    """Scale the targets by one factor, within [least, cap], so that their real-valued cost is the target."""
+def _scaled(variables: Sequence[RankVariable], targets: Mapping[RankKey, float], limit: float) -> dict[RankKey, float]:
+    """Scale the targets by one factor, within [least, cap], so that their real-valued cost is the limit."""
 
-    def at(factor: float) -> dict[Key, float]:
+    def at(factor: float) -> dict[RankKey, float]:
         return {
             variable.key: min(max(targets[variable.key] * factor, variable.least), variable.cap)
             for variable in variables
@@ -136,8 +136,8 @@ def _scaled(variables: Sequence[RankVariable], targets: Mapping[Key, float], tar
         return math.fsum(variable.cost(ranks[variable.key]) for variable in variables)
 
     # Beyond this factor every variable is at its cap, except for tiny targets.
-    limit = max(variable.cap / max(targets[variable.key], _NOTHING * variable.cap) for variable in variables)
-    return at(limit * solve_ratio(lambda share: cost(share * limit), target))
+    widest = max(variable.cap / max(targets[variable.key], _NOTHING * variable.cap) for variable in variables)
+    return at(widest * solve_ratio(lambda share: cost(share * widest), limit))
 
 
 def _levels(variables: Sequence[RankVariable]) -> list[list[RankVariable]]:
@@ -158,7 +158,9 @@ def _step_cost(variable: RankVariable) -> float:
     return (variable.cost(variable.cap) - variable.cost(variable.least)) / steps
 
 
-def _lower_(level: Sequence[RankVariable], targets: Mapping[Key, float], ranks: dict[Key, int], slack: float) -> float:
+def _lower_(
+    level: Sequence[RankVariable], targets: Mapping[RankKey, float], ranks: dict[RankKey, int], slack: float
+) -> float:
     """Lower ranks of one level until the slack is not negative; return the slack."""
     heap = [
         ((targets[variable.key] - ranks[variable.key]) / variable.cap, variable.key, variable) for variable in level
@@ -174,7 +176,9 @@ def _lower_(level: Sequence[RankVariable], targets: Mapping[Key, float], ranks: 
     return slack
 
 
-def _raise_(level: Sequence[RankVariable], targets: Mapping[Key, float], ranks: dict[Key, int], slack: float) -> float:
+def _raise_(
+    level: Sequence[RankVariable], targets: Mapping[RankKey, float], ranks: dict[RankKey, int], slack: float
+) -> float:
     """Raise ranks of one level as long as a step fits into the slack; return the slack."""
     heap = [
         ((ranks[variable.key] - targets[variable.key]) / variable.cap, variable.key, variable) for variable in level

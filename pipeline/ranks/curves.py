@@ -135,33 +135,33 @@ def summed(curves: Sequence[Sequence[Point]]) -> list[Point]:
 
 def choose(
     curves: Mapping[str, Sequence[Point]],
-    target: float,
+    limit: float,
     cost: Cost = stored_numbers,
     guarded: Collection[str] = (),
 ) -> dict[str, Point]:
-    """Choose one point of each curve, with the least total loss within `target`.
+    """Choose one point of each curve, with the least total loss within `limit`.
 
-    If the target leaves room for the dearest points of least loss, these are chosen: nothing is cut. If all curves
+    If the limit leaves room for the dearest points of least loss, these are chosen: nothing is cut. If all curves
     together lose a share c of their cost, those that are `guarded` lose at most c (1 + GUARD c), or one step more where
     steps are coarse.
 
     First, segments of all hulls are taken in the order of saved loss per cost, as long as they fit. Then, as long as
     one fits, the step to the point that saves most is taken, on a hull or not. The result is deterministic: among equal
-    steps, the first key is taken. Raises ValueError if even the cheapest points cost more than the target.
+    steps, the first key is taken. Raises ValueError if even the cheapest points cost more than the limit.
     """
     hulls = {key: lower_hull(points, cost) for key, points in curves.items()}
     whole = {key: _dearest(points, hulls[key][-1].loss, cost) for key, points in curves.items()}
-    if sum(map(cost, whole.values())) <= target:
+    if sum(map(cost, whole.values())) <= limit:
         return whole
     if guarded:
-        curves = _limited(curves, whole, target, cost, guarded)
+        curves = _limited(curves, whole, limit, cost, guarded)
         hulls |= {key: lower_hull(curves[key], cost) for key in guarded}
     chosen = {key: hull[0] for key, hull in hulls.items()}
     least = sum(cost(point) for point in chosen.values())
-    if not least <= target:
+    if not least <= limit:
         most = sum(cost(hull[-1]) for hull in hulls.values())
-        raise ValueError(f"target {target:,.0f} is out of reach: least {least:,.0f}, most {most:,.0f}")
-    slack = _take_segments_(hulls, chosen, target - least, cost)
+        raise ValueError(f"limit {limit:,.0f} is out of reach: least {least:,.0f}, most {most:,.0f}")
+    slack = _take_segments_(hulls, chosen, limit - least, cost)
     _fill_({key: frontier(points, cost) for key, points in curves.items()}, chosen, slack, cost)
     return chosen
 
@@ -169,22 +169,22 @@ def choose(
 def _limited(
     curves: Mapping[str, Sequence[Point]],
     whole: Mapping[str, Point],
-    target: float,
+    limit: float,
     cost: Cost,
     guarded: Collection[str],
 ) -> Mapping[str, Sequence[Point]]:
     """Return the curves, the guarded ones without the points that lose too large a share of their cost.
 
-    If these do not fit into the target, a guarded curve keeps the next smaller point, too, or else all.
+    If these do not fit into the limit, a guarded curve keeps the next smaller point, too, or else all.
     """
-    lost = 1.0 - target / sum(map(cost, whole.values()))
+    lost = 1.0 - limit / sum(map(cost, whole.values()))
     share = 1.0 - lost * (1.0 + GUARD * lost)
     for steps_below in (0, 1):
         limited = {
             key: _from(points, share * cost(whole[key]), cost, steps_below) if key in guarded else points
             for key, points in curves.items()
         }
-        if sum(min(map(cost, points)) for points in limited.values()) <= target:
+        if sum(min(map(cost, points)) for points in limited.values()) <= limit:
             return limited
     return curves
 

@@ -1,6 +1,6 @@
 """Heals the saved points of a sweep, when all points are solved, and scores them again.
 
-Order of durability: the result of the solved point is entered before, its layers stay staged. Its OUTPUT is assembled
+Order of durability: the result of the solved point is entered first; its layers stay staged. Its OUTPUT is assembled
 from the healed layers, then its result is entered with their scores, then the solved layers are dropped. The healed
 ones stay staged: another evaluation text scores them again without training.
 """

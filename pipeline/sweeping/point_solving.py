@@ -64,7 +64,7 @@ def solve_points(sweep: SweepContext, heartbeat: Heartbeat) -> None:
     if not pending:
         return
     for point in filter(sweep.is_done, sweep.points):
-        forget_work(sweep.of(point))  # what an interruption behind the commit left
+        forget_work(sweep.of(point))  # left by an interruption after the commit
     job, numbers = sweep.job, count(1)
     forget_other_teacher(job)
     with job_workers(job, heartbeat) as workers:
@@ -181,7 +181,7 @@ def _solve(
 
 
 def forget_work(job: JobContext, kept: Sequence[str] = ()) -> None:
-    """Retract the entries of a point that only its result needs, but for some kinds."""
+    """Retract the entries of a point that only its result needs, except some kinds."""
     for key in (key for kind in TEMPORARY if kind not in kept for key in job.ledger.keys(kind)):
         job.ledger.retract(key)
 

@@ -13,7 +13,7 @@ from typing import Any
 from manifests.errors import InputError
 from manifests.schema import Budget, Manifest
 from manifests.sweep import Point
-from pipeline.driver.job_spec import Passes, needs_both_models, passes_of
+from pipeline.driver.job_spec import CalibrationPasses, needs_both_models, passes_of
 from pipeline.driver.ledger_keys import point_part
 from pipeline.inputs.fingerprint import semantic_fields
 from pipeline.inputs.job_inputs import Inputs, check_inputs, opened_model
@@ -61,7 +61,7 @@ class SharedInputs(Inputs):
         return self.manifest.calibration is not None
 
     @cached_property
-    def passes(self) -> Passes:
+    def passes(self) -> CalibrationPasses:
         """The passes with gradients, whether a point needs them or not."""
         return passes_of(self.manifest, self.methods, self.tasks, self.geometry.hidden, gradients=True)
 
@@ -94,7 +94,7 @@ def _check_points(
     first = 0
     for point, inputs in zip(points, checked, strict=True):
         fields = semantic_fields(inputs)
-        methods = [{**entry, "refine": None} for entry in fields["methods"]]  # layers are trained behind their solve
+        methods = [{**entry, "refine": None} for entry in fields["methods"]]  # layers are trained after their solve
         of_curves = {name: value for name, value in fields.items() if name != "budget"} | {"methods": methods}
         swept.append(SweptPoint(point, inputs, first, _digest(fields), _digest(of_curves)))
         first += len(inputs.methods)

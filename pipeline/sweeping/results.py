@@ -218,7 +218,7 @@ def _scores(loss: float | None, held_out: HeldOutScoreEntry | None, dense: Mappi
 
 
 def _healed(entry: HealedPoint, dense: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the figures of a healing and the scores behind it; without scores if no step was better."""
+    """Return the figures of a healing and the scores after it; without scores if no step was better."""
     tasks = {"tasks": entry.as_json()["tasks"]} if entry.tasks else {}
     return {**entry.as_json()["figures"], **_scores(entry.loss, entry.held_out, dense), **tasks}
 

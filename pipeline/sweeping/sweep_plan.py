@@ -12,8 +12,8 @@ from pipeline.checkpoint.planned_size import bounded_plan, plan_of
 from pipeline.console.eta import Eta, PlannedPhase
 from pipeline.cost_model.estimate import Plan
 from pipeline.cost_model.healing_work import HealingWork, healing_work
-from pipeline.cost_model.passes import pass_of
-from pipeline.cost_model.phases import Pass, evaluate_seconds, object_store_bytes, phase_seconds
+from pipeline.cost_model.passes import planned_passes
+from pipeline.cost_model.phases import PlannedPasses, evaluate_seconds, object_store_bytes, phase_seconds
 from pipeline.cost_model.rates import Rates
 from pipeline.cost_model.texts import texts_seconds
 from pipeline.cost_model.work import LayerWork, scoring_flops
@@ -55,7 +55,7 @@ def sweep_report(sweep: Sweep, points: tuple[Point, ...], request: RateSource) -
         own["assemble"] = (
             seconds["assemble"] + seconds["verify"] + seconds.get("compare", 0.0) if point.point.save else 0.0
         )
-        if healing:  # and what is healed is scored again
+        if healing:  # healed points are scored again
             own |= {"heal": healing.seconds(rates, workers)["heal"], "score": 2 * own["score"]}
         rows.append(_row(point, sum(own.values())))
         if point.curves_digest not in curved:  # points with the same methods share their curves
@@ -83,9 +83,9 @@ def _stored_bytes(swept: Sequence[SweptPoint], shared: Inputs, rates: Rates) -> 
     """Return `stored_bytes` of the pass over the text. The object store must also hold the joint solves of a series."""
     stored = stored_bytes(*_work(shared), rates, shared.manifest)
     for series in series_of(swept):
-        work, way = _work(series[0].inputs)
+        work, passes = _work(series[0].inputs)
         joint = replace(work, written_bytes=sum(_work(point.inputs)[0].written_bytes for point in series))
-        stored["object_store_bytes"] = max(stored["object_store_bytes"], object_store_bytes(joint, rates, way))
+        stored["object_store_bytes"] = max(stored["object_store_bytes"], object_store_bytes(joint, rates, passes))
     return stored
 
 
@@ -125,23 +125,23 @@ def run_dir_bytes(swept: Sequence[SweptPoint], plan: Plan) -> int:
 
 def _seconds(inputs: Inputs, evaluation: EvaluationTokens | None, rates: Rates) -> dict[str, float]:
     """Return phase -> seconds of a job with these inputs; `evaluate` and `held-out` are those of one model."""
-    work, way = _work(inputs)
-    seconds = phase_seconds(work, rates, way)
-    seconds["held-out"] = seconds.get("held-out", 0.0) / way.held_out_models
+    work, passes = _work(inputs)
+    seconds = phase_seconds(work, rates, passes)
+    seconds["held-out"] = seconds.get("held-out", 0.0) / passes.held_out_models
     seconds["solve"] += sum(seconds.pop(name, 0.0) for name in ("round", "correct", "refine"))
     numel = 0 if evaluation is None else evaluation.ids.numel()
-    seconds["texts"] = texts_seconds(inputs.manifest, inputs.geometry, numel, work, rates, way)
+    seconds["texts"] = texts_seconds(inputs.manifest, inputs.geometry, numel, work, rates, passes)
     if evaluation is not None:
         flops = evaluation.ids.numel() * scoring_flops(inputs.geometry, evaluation.ids.shape[-1])
-        seconds["evaluate"] = evaluate_seconds(flops, rates, way.workers)
+        seconds["evaluate"] = evaluate_seconds(flops, rates, passes.workers)
     return seconds
 
 
-def _work(inputs: Inputs) -> tuple[LayerWork, Pass]:
+def _work(inputs: Inputs) -> tuple[LayerWork, PlannedPasses]:
     """Return the work of a layer, and the pass over the layers. A sweep does not solve layers during the pass."""
     manifest, geometry, tasks = inputs.manifest, inputs.geometry, inputs.tasks
     work = planned_work(manifest, geometry, tasks, inputs.dtype, _plan(inputs))
-    return work, replace(pass_of(manifest, geometry, tasks), in_pass=False)
+    return work, replace(planned_passes(manifest, geometry, tasks), in_pass=False)
 
 
 def _scoring(seconds: dict[str, float]) -> float:

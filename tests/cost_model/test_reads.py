@@ -9,7 +9,7 @@ import pytest
 
 from manifests.schema import Manifest
 from pipeline.cost_model.bounds import Size
-from pipeline.cost_model.passes import pass_of
+from pipeline.cost_model.passes import planned_passes
 from pipeline.cost_model.reads import read_phases
 from pipeline.families.geometry import Geometry
 from pipeline.methods.registry import build_methods, claim_tasks
@@ -34,7 +34,7 @@ def job(methods: list[dict[str, Any]], *, text: bool = True, **fields: Any) -> M
 def phases(of: Manifest, geometry: Geometry | None = None) -> dict[str, int]:
     geometry = geometry or llama()
     tasks = claim_tasks(build_methods(of), geometry)
-    return read_phases(of, geometry, tasks, OUTPUT, SOURCE, pass_of(of, geometry, tasks))
+    return read_phases(of, geometry, tasks, OUTPUT, SOURCE, planned_passes(of, geometry, tasks))
 
 
 def test_a_job_without_text() -> None:
@@ -53,9 +53,9 @@ def test_a_job_without_text() -> None:
 def test_a_job_that_changes_nothing_copies_the_model() -> None:
     """Its checkpoint is as large as the model, so that no compressed layer is verified."""
     of, geometry = job([{"method": "svd", "keep": 0.5}], text=False), llama()
-    read = read_phases(of, geometry, (), Size(MODEL // 2, MODEL), SOURCE, pass_of(of, geometry, ()))
+    read = read_phases(of, geometry, (), Size(MODEL // 2, MODEL), SOURCE, planned_passes(of, geometry, ()))
     assert read == {"digests": SOURCE + MODEL, "compare": 2 * MODEL, "assemble": MODEL}
-    smaller = read_phases(of, geometry, (), Size(MODEL // 2, MODEL - 9), SOURCE, pass_of(of, geometry, ()))
+    smaller = read_phases(of, geometry, (), Size(MODEL // 2, MODEL - 9), SOURCE, planned_passes(of, geometry, ()))
     assert "verify" not in smaller
 
 
@@ -221,11 +221,11 @@ def test_weights_in_a_stored_format_count_as_they_are_stored() -> None:
     assert (geometry.model_bytes(), geometry.layers[0].stored_bytes()) == (source, layer)
     of = job([{"method": "loss_aware", "layers": [1, 4]}], budget={"keep": 0.9})
     tasks = claim_tasks(build_methods(of), geometry)
-    read = read_phases(of, geometry, tasks, OUTPUT, source, pass_of(of, geometry, tasks))
+    read = read_phases(of, geometry, tasks, OUTPUT, source, planned_passes(of, geometry, tasks))
     rest = source - 2 * layer
     assert read["digests"] == source + rest + 2 * NORMS
     assert (read["texts"], read["statistics"], read["assemble"]) == (source, source, rest)
-    plain_read = read_phases(of, plain, tasks, OUTPUT, MODEL, pass_of(of, plain, tasks))
+    plain_read = read_phases(of, plain, tasks, OUTPUT, MODEL, planned_passes(of, plain, tasks))
     assert plain_read["curves"] - read["curves"] == plain_read["solve"] - read["solve"] == 2 * (LAYER - layer)
     assert plain_read["gradient"] - read["gradient"] == 5 * (LAYER - layer)
     assert min(read.values()) > 0

@@ -1,4 +1,4 @@
-"""Background streams: on a scripted pool, and beside a whole driver."""
+"""Background fibers: on a scripted pool, and beside a whole driver."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from manifests.errors import CorruptError, LaminaError, LostInputError, StorageE
 from manifests.records import ArrayRecord
 from pipeline.driver.driver import Driver
 from pipeline.driver.job_spec import LayersEntered
-from pipeline.driver.scheduler import NOTHING_DUE, Scheduler, TaskStream, batch
+from pipeline.driver.scheduler import NOTHING_DUE, Coroutine, Scheduler, batch
 from pipeline.driver.scoring import Scorer
 from pipeline.methods.method import Task
 from pipeline.methods.registry import layers_of
@@ -71,7 +71,7 @@ def scheduler(size: int, **errors: LaminaError) -> tuple[Scheduler, Pool, list[s
     return Scheduler(pool, recorder), pool, recorder.units
 
 
-def layers(count: int, shards: int, ready: Callable[[], bool] = lambda: True) -> TaskStream[list[str]]:
+def layers(count: int, shards: int, ready: Callable[[], bool] = lambda: True) -> Coroutine[list[str]]:
     results = []
     for layer in range(count):
         while not ready():
@@ -88,7 +88,7 @@ def test_background_units_go_to_idle_workers_alone() -> None:
     """Of three workers one solves. A write leaves its worker idle; a forward pass leaves none, as the next layer waits
     for it."""
     runs, pool, observed = scheduler(3)
-    task = runs.spawn_background(layers(2, 3))
+    fiber = runs.spawn_background(layers(2, 3))
     assert runs.run(batch([FORWARD])) == [FORWARD.key]
     assert not runs.background_begun
     assert runs.run(batch([SOLVE, WRITE])) == [SOLVE.key, WRITE.key]
@@ -98,36 +98,36 @@ def test_background_units_go_to_idle_workers_alone() -> None:
     submitted = len(pool.submitted)
     assert runs.run(batch([FORWARD])) == [FORWARD.key]
     assert pool.submitted[submitted:] == [FORWARD.key]
-    assert not task.done
+    assert not fiber.done
     runs.run_background()
-    assert task.outcome == [unit.key for layer in range(2) for unit in windows(layer, 3)]
+    assert fiber.outcome == [unit.key for layer in range(2) for unit in windows(layer, 3)]
     assert observed == [FORWARD.key, SOLVE.key, WRITE.key, FORWARD.key], "phases count their own units"
 
 
 def test_a_background_stream_may_wait_for_work_to_be_due() -> None:
     ready: list[int] = []
     runs, _, _ = scheduler(2)
-    task, other = runs.spawn_background(layers(1, 1, lambda: bool(ready))), runs.spawn_background(layers(1, 2))
+    fiber, other = runs.spawn_background(layers(1, 1, lambda: bool(ready))), runs.spawn_background(layers(1, 2))
     for _ in range(3):
         runs.run(batch([WRITE]))
-    assert (task.done, len(other.outcome or ())) == (False, 2)
+    assert (fiber.done, len(other.outcome or ())) == (False, 2)
     ready.append(1)
     runs.run_background()
-    assert task.outcome == ["windowforward/m/0/0"]
+    assert fiber.outcome == ["windowforward/m/0/0"]
 
 
 def test_background_streams_take_turns() -> None:
-    """None waits for another's many units; a stream that waits for another's outcome goes on when that has ended."""
+    """None waits for another's many units; a fiber that waits for another's outcome goes on when that has ended."""
 
-    def shards(model: str) -> TaskStream[str]:
+    def shards(model: str) -> Coroutine[str]:
         yield [WindowForward(Windows((), "float32", 1), model, 0, shard) for shard in range(4)]
         return model
 
-    def behind() -> TaskStream[str]:
+    def behind() -> Coroutine[str]:
         assert (yield first) == "a"
         return (yield from shards("behind"))
 
-    def polling() -> TaskStream[str]:
+    def polling() -> Coroutine[str]:
         while not first.done:
             yield NOTHING_DUE
         return "polled"
@@ -137,19 +137,19 @@ def test_background_streams_take_turns() -> None:
     first, other = runs.spawn_background(shards("a")), runs.spawn_background(shards("b"))
     runs.run_background()
     assert pool.submitted[:4] == [f"windowforward/{of}/0/{number}" for number in range(2) for of in ("a", "b")]
-    assert [task.outcome for task in (first, other, last, polled)] == ["a", "b", "behind", "polled"]
+    assert [fiber.outcome for fiber in (first, other, last, polled)] == ["a", "b", "behind", "polled"]
 
 
 def test_damage_ends_a_background_stream_and_nothing_else() -> None:
-    """Its units in flight are waited for, or their results would be taken for another stream's."""
+    """Its units in flight are waited for, or their results would be taken for another fiber's."""
     damaged = CorruptError("damaged")
     runs, pool, _ = scheduler(4, **{"windowforward/m/0/0": damaged, SOLVE.key: CorruptError("of the driver's own")})
-    task = runs.spawn_background(layers(2, 3))
+    fiber = runs.spawn_background(layers(2, 3))
     assert runs.run(batch([WRITE])) == [WRITE.key]
     with pytest.raises(CorruptError, match="driver's own"):
         runs.run(batch([SOLVE]))
     runs.run_background()
-    assert (task.done, task.outcome, task.error, len(pool.waiting)) == (True, None, damaged, 0)
+    assert (fiber.done, fiber.outcome, fiber.error, len(pool.waiting)) == (True, None, damaged, 0)
     assert not any(key.startswith("windowforward/m/1") for key in pool.submitted)
     full, _, _ = scheduler(2, **{"windowforward/m/0/0": StorageError("no room")})
     full.spawn_background(layers(1, 1))
@@ -161,7 +161,7 @@ def test_damage_ends_a_stream_that_waits_for_the_damaged_one() -> None:
     runs, _, _ = scheduler(2, **{"windowforward/m/0/0": CorruptError("damaged")})
     first = runs.spawn_background(layers(1, 2))
 
-    def behind() -> TaskStream[Any]:
+    def behind() -> Coroutine[Any]:
         return (yield first)
 
     second = runs.spawn_background(behind())
@@ -171,7 +171,7 @@ def test_damage_ends_a_stream_that_waits_for_the_damaged_one() -> None:
 
 def test_cancelled_background_units_are_submitted_again() -> None:
     runs, pool, _ = scheduler(2, **{SOLVE.key: LostInputError("gone")})
-    task = runs.spawn_background(layers(2, 2))
+    fiber = runs.spawn_background(layers(2, 2))
     with pytest.raises(LostInputError):
         runs.run(batch([SOLVE]))
     assert len(pool.waiting) == 1
@@ -179,7 +179,7 @@ def test_cancelled_background_units_are_submitted_again() -> None:
     assert not pool.waiting
     assert runs.run(batch([FORWARD])) == [FORWARD.key]
     runs.run_background()
-    assert task.outcome == [unit.key for layer in range(2) for unit in windows(layer, 2)]
+    assert fiber.outcome == [unit.key for layer in range(2) for unit in windows(layer, 2)]
 
 
 # Beside a driver ------------------------------------------------------------------------------------------------------
@@ -213,27 +213,27 @@ def compressed_and_scored(name: str, world: World, aside: bool, order: str | int
         mine, layers = Careful(world, always, lambda: False), job.num_layers
         return Scorer(runs, journal, mine, layers, job.every, lambda: runs.alone and first())
 
-    def scoring_dense() -> TaskStream[Any]:
+    def scoring_dense() -> Coroutine[Any]:
         mine = scorer(lambda: True)
-        outputs = yield from mine.outputs_stream(held, "dense", [None] * job.num_layers)
+        outputs = yield from mine.outputs_coroutine(held, "dense", [None] * job.num_layers)
         always.extend(outputs)
         mine.forget("dense")
         return outputs
 
-    def scoring() -> TaskStream[Scored]:
+    def scoring() -> Coroutine[Scored]:
         dense = runs.spawn_background(scoring_dense())
         mine = scorer(lambda: dense.done)
-        scored = yield from mine.score_stream(held, "made", entered, dense)
+        scored = yield from mine.score_coroutine(held, "made", entered, dense)
         mine.forget("made")
         return scored
 
-    task = runs.spawn_background(scoring()) if aside else None
+    fiber = runs.spawn_background(scoring()) if aside else None
     Driver(job, runs, journal, Careful(world, always, lambda: not runs.background_begun)).run()
-    task = task or runs.spawn_background(scoring())
+    fiber = fiber or runs.spawn_background(scoring())
     runs.run_background()
-    assert task.outcome is not None
+    assert fiber.outcome is not None
     Careful(world, always, lambda: True).retain_activations(())
-    return task.outcome
+    return fiber.outcome
 
 
 @pytest.mark.parametrize("order", ["first", "last", 4])

@@ -28,11 +28,11 @@ def task(name: str, pieces: int) -> Any:
 def curves_of(size: int, *pieces: int) -> tuple[dict[Any, Any], list[list[Any]]]:
     """Return the curves of tasks with so many pieces, and the batches of units that computed them."""
     tasks = {task(f"group {number}", count): {} for number, count in enumerate(pieces)}
-    stream, batches = compute_curves(SimpleNamespace(pool=SimpleNamespace(size=size)), tasks), []  # type: ignore[arg-type]
+    coroutine, batches = compute_curves(SimpleNamespace(pool=SimpleNamespace(size=size)), tasks), []  # type: ignore[arg-type]
     answer = None
     while True:
         try:
-            batches.append([*stream.send(answer)])
+            batches.append([*coroutine.send(answer)])
         except StopIteration as ended:
             return ended.value, batches
         answer = [

@@ -16,7 +16,7 @@ MOMENTS = (Moment("mlp.in"),)
 
 
 class ScriptedReductions:
-    """Notes what it is asked for; every stream ends at once."""
+    """Notes what it is asked for; every coroutine ends at once."""
 
     def __init__(self, session: Any) -> None:
         self.events: list[Any] = session.events
@@ -35,12 +35,12 @@ class ScriptedReductions:
         yield from ()
 
 
-def finish(stream: Generator[Any, Any, Any]) -> None:
-    """Runs a stream; each awaited value is its own result."""
+def finish(coroutine: Generator[Any, Any, Any]) -> None:
+    """Runs a coroutine; each awaited value is its own result."""
     value = None
     try:
         while True:
-            value = stream.send(value)
+            value = coroutine.send(value)
     except StopIteration:
         return
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from manifests.schema import Manifest
-from pipeline.driver.job_spec import Passes, passes_of
+from pipeline.driver.job_spec import CalibrationPasses, passes_of
 from tests.driver.simulation import make_tasks
 
 CALIBRATION = {"text": {"files": ["a.txt"]}, "samples": 8, "sequence_length": 32, "shards": 4}
@@ -20,12 +20,12 @@ def manifest(calibration: dict[str, Any] | None = None, **fields: Any) -> Manife
 
 
 def test_a_data_free_job() -> None:
-    assert passes_of(manifest(), (), make_tasks([0], ["free"]), hidden=8) == Passes(keep_statistics=True)
+    assert passes_of(manifest(), (), make_tasks([0], ["free"]), hidden=8) == CalibrationPasses(keep_statistics=True)
 
 
 def test_a_job_with_text() -> None:
     passes = passes_of(manifest(CALIBRATION), (), make_tasks([0, 1]), hidden=8)
-    assert passes == Passes(shards=4, importance_shards=(0, 1, 2, 3), keep_statistics=True)
+    assert passes == CalibrationPasses(shards=4, importance_shards=(0, 1, 2, 3), keep_statistics=True)
 
 
 @pytest.mark.parametrize(("propagate", "keep", "kept"), [("compressed", None, False), ("compressed", True, True)])

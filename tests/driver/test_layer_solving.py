@@ -11,7 +11,7 @@ import pytest
 
 from manifests.records import StagedRecord
 from pipeline.driver.layer_solving import LayerSolves, SolveQueue, layers_written_together, solve_layers
-from pipeline.driver.scheduler import Scheduler, TaskStream
+from pipeline.driver.scheduler import Coroutine, Scheduler
 from pipeline.driver.session import Session, solve_units, write_units
 from pipeline.methods.method import Task
 from pipeline.units.units import Solve
@@ -104,7 +104,7 @@ class Queue:
         self.entered: list[tuple[int, list[tuple[Solve, Any]]]] = []
         self.queue = SolveQueue(self.bench.session, self._enter)
 
-    def _enter(self, layer: int, solved: list[tuple[Solve, Any]], record: StagedRecord) -> TaskStream[None]:
+    def _enter(self, layer: int, solved: list[tuple[Solve, Any]], record: StagedRecord) -> Coroutine[None]:
         assert self.bench.world.load("staged", record)
         self.entered.append((layer, solved))
         yield from ()
@@ -113,7 +113,7 @@ class Queue:
         """Begin some layers, and advance to some limits. Return how many layers were waiting and entered each time."""
         found = []
 
-        def stream() -> TaskStream[None]:
+        def coroutine() -> Coroutine[None]:
             statistics: Any = {MLP: "a sum"}
             units = [solve_units(JOB, layer, {}, RANKS) for layer in layers]
             self.queue.begin([[replace(unit, statistics=statistics) for unit in layer] for layer in units])
@@ -122,7 +122,7 @@ class Queue:
                 found.append((len(self.queue), len(self.entered)))
 
         self.bench.pool = self.bench.scheduler.pool = self.bench.session.pool = Unchecked(self.bench.world)
-        self.bench.scheduler.run(stream())
+        self.bench.scheduler.run(coroutine())
         return found
 
 
@@ -173,7 +173,7 @@ def test_groups_of_a_queue_are_counted_until_they_are_solved() -> None:
     units = [solve_units(JOB, layer, {}, RANKS) for layer in (0, 1)]
     counts = []
 
-    def stream() -> TaskStream[None]:
+    def coroutine() -> Coroutine[None]:
         queue.queue.begin(units)
         counts.append(queue.queue.groups)
         yield from queue.queue.advance(solving=1)
@@ -181,7 +181,7 @@ def test_groups_of_a_queue_are_counted_until_they_are_solved() -> None:
         yield from queue.queue.advance(0, 0)
         counts.append(queue.queue.groups)
 
-    queue.bench.scheduler.run(stream())
+    queue.bench.scheduler.run(coroutine())
     assert counts[0] == 4
     assert counts[1] <= 2
     assert counts[2] == 0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from manifests.errors import LostInputError
-from pipeline.driver.reduction import Reductions, _Group, _missing, _Part, _workers
+from pipeline.driver.reduction import Reductions, _Group, _missing, _workers, _WorkerSums
 from pipeline.methods.method import Moment
 from pipeline.units.sums import Add, AddDone, CheckGrids, CheckGridsDone, Collect, CollectDone, Sums
 
@@ -37,11 +37,11 @@ class Shard:
 UNITS = [Shard(shard) for shard in range(4)]
 
 
-def part(worker: str, shards: Sequence[int], node: str = "n", pieces: int = 2) -> _Part:
+def sums_of(worker: str, shards: Sequence[int], node: str = "n", pieces: int = 2) -> _WorkerSums:
     """Return the collected sums of a worker; a sum is named after the worker and the moment's point."""
     partials = {m: tuple(f"{worker} {m.point} {number}" for number in range(pieces)) for m in MOMENTS}
     tokens = {FIRST: 10 * len(shards), SECOND: len(shards)}
-    return _Part(
+    return _WorkerSums(
         f"collect/dense/3/{worker}", CollectDone(partials, dict.fromkeys(MOMENTS, worker), (*shards,), node, tokens), 2
     )
 
@@ -52,14 +52,14 @@ def reductions(size: int = 2) -> Any:
     return SimpleNamespace(run=Reductions(session), lost=lost)
 
 
-def finish(stream: Generator[Any, Any, Any], answer: Callable[[Any], Any]) -> tuple[Any, list[Any]]:
-    """Run a stream with the answers to its batches of units. Return its result and all units."""
+def finish(coroutine: Generator[Any, Any, Any], answer: Callable[[Any], Any]) -> tuple[Any, list[Any]]:
+    """Run a coroutine with the answers to its batches of units. Return its result and all units."""
     seen: list[Any] = []
     try:
-        awaited = next(stream)
+        awaited = next(coroutine)
         while True:
             seen += awaited if isinstance(awaited, list) else []
-            awaited = stream.send([answer(unit) for unit in awaited] if isinstance(awaited, list) else None)
+            awaited = coroutine.send([answer(unit) for unit in awaited] if isinstance(awaited, list) else None)
     except StopIteration as ended:
         return ended.value, seen
 
@@ -69,17 +69,17 @@ def added(unit: Add) -> AddDone:
 
 
 def test_sums_of_one_worker_are_the_moment_without_an_addition() -> None:
-    group = _Group(UNITS, GRIDS, [part("a", range(4))])
+    group = _Group(UNITS, GRIDS, [sums_of("a", range(4))])
     _, units = finish(reductions().run._add(group), added)
     assert units == []
     assert group.summed[FIRST].partials == ("a mlp.in 0", "a mlp.in 1")
     assert (group.summed[FIRST].grid, group.summed[FIRST].tokens) == ("grid 1", 40)
     assert group.summed[SECOND].tokens == 4
-    assert group.parts == []  # freed
+    assert group.collected == []  # freed
 
 
 def test_workers_of_one_node_are_added_at_once_anywhere() -> None:
-    group = _Group(UNITS, GRIDS, [part("a", [0]), part("b", [2, 3]), part("c", [1])])
+    group = _Group(UNITS, GRIDS, [sums_of("a", [0]), sums_of("b", [2, 3]), sums_of("c", [1])])
     _, units = finish(reductions().run._add(group), added)
     assert [(unit.moment, unit.part, unit.node, unit.near) for unit in units] == [
         (moment, number, "", ()) for moment in MOMENTS for number in range(2)
@@ -92,8 +92,8 @@ def test_workers_of_one_node_are_added_at_once_anywhere() -> None:
 
 
 def test_workers_of_several_nodes_are_added_within_each_node_first() -> None:
-    parts = [part("a", [0], "x", 1), part("b", [1], "y", 1), part("c", [2], "x", 1)]
-    group = _Group(UNITS, GRIDS, parts)
+    collected = [sums_of("a", [0], "x", 1), sums_of("b", [1], "y", 1), sums_of("c", [2], "x", 1)]
+    group = _Group(UNITS, GRIDS, collected)
     _, units = finish(reductions().run._add(group), added)
     assert [(unit.node, unit.near) for unit in units] == [("x", ("a", "c"))] * 2 + [("", ())] * 2
     assert group.summed[FIRST].partials == ("((a mlp.in 0 + c mlp.in 0) + b mlp.in 0)",)
@@ -102,10 +102,10 @@ def test_workers_of_several_nodes_are_added_within_each_node_first() -> None:
 
 def test_missing_shards_and_workers() -> None:
     assert _missing(UNITS, []) == UNITS
-    assert _missing(UNITS, [part("a", [1, 3])]) == [UNITS[0], UNITS[2]]
-    assert _missing(UNITS, [part("a", [1, 3]), part("b", [0, 2])]) == []
+    assert _missing(UNITS, [sums_of("a", [1, 3])]) == [UNITS[0], UNITS[2]]
+    assert _missing(UNITS, [sums_of("a", [1, 3]), sums_of("b", [0, 2])]) == []
     with pytest.raises(AssertionError, match="added once"):
-        _missing(UNITS, [part("a", [1]), part("b", [1])])
+        _missing(UNITS, [sums_of("a", [1]), sums_of("b", [1])])
     done: Any = [SimpleNamespace(worker=name) for name in ("b", "a", "b")]
     assert _workers(done) == ("b", "a")
 
@@ -118,15 +118,15 @@ def rerunning(shards: dict[str, tuple[int, ...]]) -> Callable[[Any], Any]:
             return SimpleNamespace(worker="z")
         assert isinstance(unit, Collect)
         found = shards.get(unit.worker)
-        return None if found is None else part(unit.worker, found).done
+        return None if found is None else sums_of(unit.worker, found).done
 
     return answer
 
 
 def test_lost_sums_are_replaced_and_cut_as_the_others() -> None:
-    parts, scripted = [part("a", [0, 1]), part("b", [2, 3])], reductions(size=8)
-    error = LostInputError("gone", (parts[1].key,))
-    replaced, units = finish(scripted.run._replaced(UNITS, GRIDS, parts, error), rerunning({"z": (2, 3)}))
+    collected, scripted = [sums_of("a", [0, 1]), sums_of("b", [2, 3])], reductions(size=8)
+    error = LostInputError("gone", (collected[1].key,))
+    replaced, units = finish(scripted.run._replaced(UNITS, GRIDS, collected, error), rerunning({"z": (2, 3)}))
     assert [(each.worker, each.done.shards) for each in replaced] == [("a", (0, 1)), ("z", (2, 3))]
     assert [unit.shard for unit in units[:2]] == [2, 3]
     assert units[0].sums.name == units[1].sums.name != "pass"  # workers may still hold the sums of the pass
@@ -135,26 +135,26 @@ def test_lost_sums_are_replaced_and_cut_as_the_others() -> None:
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_an_error_that_names_no_part_is_not_swallowed(known: bool) -> None:
-    parts, scripted = [part("a", range(4))], reductions()
+def test_an_error_that_names_no_sums_is_not_swallowed(known: bool) -> None:
+    collected, scripted = [sums_of("a", range(4))], reductions()
     error = LostInputError("gone", ("solve/7",))
-    stream = scripted.run._replaced(UNITS, GRIDS, parts, error, known)
+    coroutine = scripted.run._replaced(UNITS, GRIDS, collected, error, known)
     if known:  # an addition was lost, which is done again
-        assert finish(stream, rerunning({})) == (parts, [])
+        assert finish(coroutine, rerunning({})) == (collected, [])
         return
     with pytest.raises(LostInputError, match="gone"):
-        finish(stream, rerunning({}))
+        finish(coroutine, rerunning({}))
     assert scripted.lost == []
 
 
 def test_all_sums_of_a_pass_are_collected_though_workers_die() -> None:
-    answers = iter([None, part("b", [3]).done, part("z", [0, 1]).done, part("z", [2]).done])
+    answers = iter([None, sums_of("b", [3]).done, sums_of("z", [0, 1]).done, sums_of("z", [2]).done])
 
     def answer(unit: Any) -> Any:
         return SimpleNamespace(worker="z") if isinstance(unit, Shard) else next(answers)
 
-    parts, units = finish(reductions(size=3).run._collected(UNITS, ("a", "b")), answer)
-    assert sorted(shard for each in parts for shard in each.done.shards) == [0, 1, 2, 3]
+    collected, units = finish(reductions(size=3).run._collected(UNITS, ("a", "b")), answer)
+    assert sorted(shard for each in collected for shard in each.done.shards) == [0, 1, 2, 3]
     shards = [[unit.shard] for unit in units if isinstance(unit, Shard)]
     assert shards == [[0], [1], [2], [2]]  # the last one again, because its first run is in no sum
     collects = [unit for unit in units if isinstance(unit, Collect)]
@@ -169,11 +169,13 @@ def test_moments_beyond_their_grids_are_summed_again_on_their_own() -> None:
             return CheckGridsDone({SECOND: "wider"} if unit.grids == GRIDS else {})
         return rerunning({"z": (0, 1, 2, 3)})(unit)
 
-    groups, units = finish(reductions().run._within_grids(UNITS, GRIDS, [part("a", [0, 1]), part("b", [2, 3])]), answer)
+    groups, units = finish(
+        reductions().run._within_grids(UNITS, GRIDS, [sums_of("a", [0, 1]), sums_of("b", [2, 3])]), answer
+    )
     assert [group.grids for group in groups] == [{FIRST: "grid 1"}, {SECOND: "wider"}]
-    assert [[each.worker for each in group.parts] for group in groups] == [["a", "b"], ["z"]]
+    assert [[each.worker for each in group.collected] for group in groups] == [["a", "b"], ["z"]]
     assert [unit.shard for unit in units if isinstance(unit, Shard)] == [0, 1, 2, 3]
     checks = [unit for unit in units if isinstance(unit, CheckGrids)]
     assert checks[0].diagonals == {FIRST: ("a", "b"), SECOND: ("a", "b")}
     assert [{*check.grids} for check in checks] == [{FIRST, SECOND}, {SECOND}]
-    assert not any(each.done.diagonals for group in groups for each in group.parts)
+    assert not any(each.done.diagonals for group in groups for each in group.collected)

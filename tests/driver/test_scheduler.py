@@ -1,4 +1,4 @@
-"""Task streams: what they yield, what they receive, and in which order."""
+"""Coroutines: what they yield, what they receive, and in which order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from manifests.errors import CorruptError, LostInputError, WorkerError
-from pipeline.driver.scheduler import UNTIL_WANTED, Reached, Scheduler, Task, TaskStream, batch, gather
+from pipeline.driver.scheduler import UNTIL_WANTED, Coroutine, Fiber, Reached, Scheduler, batch, gather
 
 
 @dataclass(frozen=True)
@@ -76,84 +76,84 @@ def units(*keys: str) -> Any:
 def test_results_come_in_the_order_of_the_units(last_first: bool) -> None:
     runs, _, observer = scheduler(last_first=last_first)
 
-    def stream() -> TaskStream[list[str]]:
+    def coroutine() -> Coroutine[list[str]]:
         first = yield units("a", "b", "c")
         none = yield []
         second = yield units("d")
         return [*first, *none, *second]
 
-    assert runs.run(stream()) == ["A", "B", "C", "D"]
+    assert runs.run(coroutine()) == ["A", "B", "C", "D"]
     assert sorted(observer.seen) == ["a", "b", "c", "d"]
 
 
 def test_a_spawned_stream_is_submitted_at_once_and_waited_for_later() -> None:
     runs, pool, _ = scheduler()
 
-    def stream() -> TaskStream[list[Any]]:
-        beside: Task[list[Any]] = runs.spawn(batch(units("x", "y")))
+    def coroutine() -> Coroutine[list[Any]]:
+        beside: Fiber[list[Any]] = runs.spawn(batch(units("x", "y")))
         first = yield units("a")
         assert pool.submitted == ["x", "y", "a"]
-        return [first, (yield beside), (yield beside)]  # a task that is done may be asked again
+        return [first, (yield beside), (yield beside)]  # a fiber that is done may be asked again
 
-    assert runs.run(stream()) == [["A"], ["X", "Y"], ["X", "Y"]]
+    assert runs.run(coroutine()) == [["A"], ["X", "Y"], ["X", "Y"]]
 
 
 def test_tasks_are_gathered_in_order() -> None:
     runs, _, _ = scheduler(last_first=True)
 
-    def stream() -> TaskStream[list[list[Any]]]:
-        tasks = [runs.spawn(batch(units(key))) for key in "abc"]
-        return (yield from gather(tasks))
+    def coroutine() -> Coroutine[list[list[Any]]]:
+        fibers = [runs.spawn(batch(units(key))) for key in "abc"]
+        return (yield from gather(fibers))
 
-    assert runs.run(stream()) == [["A"], ["B"], ["C"]]
+    assert runs.run(coroutine()) == [["A"], ["B"], ["C"]]
 
 
 def test_a_stage_is_reached_before_the_end() -> None:
     runs, _, observer = scheduler()
     order: list[str] = []
 
-    def staged() -> TaskStream[str]:
+    def staged() -> Coroutine[str]:
         yield units("a")
         yield Reached("half")
         yield units("b")
         order.append("end")
         return "outcome"
 
-    def stream() -> TaskStream[str]:
-        task = runs.spawn(staged())
-        yield task.stage("half")
+    def coroutine() -> Coroutine[str]:
+        fiber = runs.spawn(staged())
+        yield fiber.stage("half")
         order.append("half")
         assert observer.seen == ["a"]
-        yield task.stage("half")  # reached already
-        outcome: str = yield task
-        yield task.stage("never announced")  # the end of a task is every stage's
+        yield fiber.stage("half")  # reached already
+        outcome: str = yield fiber
+        yield fiber.stage("never announced")  # the end of a fiber is every stage's
         return outcome
 
-    assert runs.run(stream()) == "outcome"
+    assert runs.run(coroutine()) == "outcome"
     assert order == ["half", "end"]
 
 
 def test_a_stream_that_pauses_goes_on_when_it_is_wanted() -> None:
-    """Also when it is wanted through another one that the main stream waits for."""
+    """Also when it is wanted through another one that the main fiber waits for."""
     runs, pool, _ = scheduler()
 
-    def paused() -> TaskStream[str]:
+    def paused() -> Coroutine[str]:
         yield units("a")
         yield UNTIL_WANTED
         yield units("late")
         return "done"
 
-    def between(task: Task[str]) -> TaskStream[str]:
-        return (yield task)
+    def between(fiber: Fiber[str]) -> Coroutine[str]:
+        return (yield fiber)
 
-    def stream() -> TaskStream[str]:
-        task = runs.spawn(paused())
-        middle = runs.spawn(between(task))
+    def coroutine() -> Coroutine[str]:
+        fiber = runs.spawn(paused())
+        middle = runs.spawn(between(fiber))
         yield units("b", "c")
         assert "late" not in pool.submitted
         return (yield middle)
 
-    assert runs.run(stream()) == "done"
+    assert runs.run(coroutine()) == "done"
     assert pool.submitted[-1] == "late"
 
 
@@ -162,29 +162,29 @@ def test_a_loss_is_raised_where_the_stream_waits(error: Exception) -> None:
     """When the rest of the batch is done."""
     runs, _, observer = scheduler({"b": error})
 
-    def stream() -> TaskStream[Any]:
+    def coroutine() -> Coroutine[Any]:
         with pytest.raises((LostInputError, CorruptError)) as caught:
             yield units("a", "b", "c")
         assert caught.value is error
         assert observer.seen == ["a", "c"]
         return (yield units("b"))
 
-    assert runs.run(stream()) == ["B"]
+    assert runs.run(coroutine()) == ["B"]
 
 
 def test_a_loss_of_a_spawned_stream_waits_until_it_is_asked_for() -> None:
     error = LostInputError("gone", ("made",))
     runs, _, _ = scheduler({"x": error})
 
-    def stream() -> TaskStream[str]:
-        task = runs.spawn(batch(units("x")))
+    def coroutine() -> Coroutine[str]:
+        fiber = runs.spawn(batch(units("x")))
         yield units("a", "b")
         with pytest.raises(LostInputError) as caught:
-            yield task
+            yield fiber
         assert caught.value is error
         return "handled"
 
-    assert runs.run(stream()) == "handled"
+    assert runs.run(coroutine()) == "handled"
 
 
 def test_a_loss_that_nobody_handles_ends_the_run() -> None:
@@ -200,17 +200,17 @@ def test_any_other_error_ends_the_run_at_once() -> None:
     runs, pool, _ = scheduler({"a": WorkerError("out of memory")})
     closed: list[str] = []
 
-    def beside() -> TaskStream[None]:
+    def beside() -> Coroutine[None]:
         try:
             yield units("x")
         finally:
             closed.append("beside")
 
-    def stream() -> TaskStream[None]:
+    def coroutine() -> Coroutine[None]:
         yield units("a")
 
-    def both() -> TaskStream[None]:
-        runs.spawn(stream())
+    def both() -> Coroutine[None]:
+        runs.spawn(coroutine())
         yield from beside()
 
     with pytest.raises(WorkerError):
@@ -223,31 +223,31 @@ def test_any_other_error_ends_the_run_at_once() -> None:
 def test_what_is_left_under_way_is_waited_for() -> None:
     runs, pool, _ = scheduler()
 
-    def stream() -> TaskStream[str]:
+    def coroutine() -> Coroutine[str]:
         runs.spawn(batch(units("x", "y")))
         yield units("a")
         return "done"
 
-    assert runs.run(stream()) == "done"
+    assert runs.run(coroutine()) == "done"
     assert not pool.queue
 
 
 def test_a_stream_that_waits_for_what_never_comes_is_a_fault() -> None:
     runs, _, _ = scheduler()
 
-    def endless(task: list[Any]) -> TaskStream[Any]:
-        return (yield task[0].stage("never"))
+    def endless(fiber: list[Any]) -> Coroutine[Any]:
+        return (yield fiber[0].stage("never"))
 
-    def stream() -> TaskStream[Any]:
-        tasks: list[Any] = []
+    def coroutine() -> Coroutine[Any]:
+        fibers: list[Any] = []
 
-        def other() -> TaskStream[None]:
+        def other() -> Coroutine[None]:
             yield units("a")
-            yield tasks[0]  # waits for the one that waits for it
+            yield fibers[0]  # waits for the one that waits for it
 
-        task = runs.spawn(other())
-        tasks.append(runs.spawn(endless([task])))
-        return (yield task)
+        fiber = runs.spawn(other())
+        fibers.append(runs.spawn(endless([fiber])))
+        return (yield fiber)
 
     with pytest.raises(AssertionError, match="will never come"):
-        runs.run(stream())
+        runs.run(coroutine())

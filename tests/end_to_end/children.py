@@ -33,8 +33,8 @@ from stores.ledger import Ledger
 from tests.end_to_end.blackout import Disk
 from tests.end_to_end.jobs import COMMANDS, Job, in_process
 from tests.probing import probe_small_matrices
-from workers.backward import BackwardPass
-from workers.forward_pass import CalibrationShard, ForwardPass
+from workers.backward import BackwardRunner
+from workers.forward_pass import CalibrationShard, ForwardRunner
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["__main__", __name__])
@@ -154,13 +154,13 @@ def _main(
 
 def _note_forward_work(path: Path) -> None:
     """Write a line for each pass of a calibration shard through a layer, also when it recomputes lost states."""
-    forward, replay, through = ForwardPass.run, CalibrationShard._replay, BackwardPass._through
+    forward, replay, through = ForwardRunner.run, CalibrationShard._replay, BackwardRunner._through
 
     def note(line: str) -> None:
         with path.open("a") as file:
             file.write(line + "\n")
 
-    def noted_forward(self: ForwardPass, unit: Any) -> Any:
+    def noted_forward(self: ForwardRunner, unit: Any) -> Any:
         note(unit.key)
         return forward(self, unit)
 
@@ -169,13 +169,13 @@ def _note_forward_work(path: Path) -> None:
             note(f"replay/{self.lineage}/{layer}/{self.number}")
         return replay(self, layer, *arguments)
 
-    def noted_through(self: BackwardPass, unit: Any, layer: int, *arguments: Any, **options: Any) -> Any:
+    def noted_through(self: BackwardRunner, unit: Any, layer: int, *arguments: Any, **options: Any) -> Any:
         note(unit.key if layer == unit.layer else f"replay/backward/{layer}/{unit.shard}")
         return through(self, unit, layer, *arguments, **options)
 
-    ForwardPass.run = noted_forward  # type: ignore[method-assign]
+    ForwardRunner.run = noted_forward  # type: ignore[method-assign]
     CalibrationShard._replay = noted_replay  # type: ignore[method-assign,assignment]
-    BackwardPass._through = noted_through  # type: ignore[method-assign]
+    BackwardRunner._through = noted_through  # type: ignore[method-assign]
 
 
 def _install(hook: Hook) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from manifests.schema import Manifest
 from pipeline.cost_model.commits import REPEATED_SECONDS, committed_bytes, committing_seconds, layers_per_commit
-from pipeline.cost_model.phases import Pass, phase_seconds
+from pipeline.cost_model.phases import PlannedPasses, phase_seconds
 from pipeline.cost_model.rates import Rates, rates_of
 from pipeline.cost_model.work import LayerWork, layer_work
 from pipeline.driver.ledger_keys import SCHEDULE
@@ -36,8 +36,8 @@ def work_of(**calibration: Any) -> LayerWork:
     return layer_work(job, geometry, claim_tasks(build_methods(job), geometry), 2)
 
 
-def walk(propagate: str, workers: int, importance: int = 0) -> Pass:
-    return Pass(LAYERS, 256, workers, importance, propagate == "compressed", offload=True)
+def planned(propagate: str, workers: int, importance: int = 0) -> PlannedPasses:
+    return PlannedPasses(LAYERS, 256, workers, importance, propagate == "compressed", offload=True)
 
 
 @pytest.mark.parametrize("propagate", ["dense", "compressed"])
@@ -45,14 +45,14 @@ def walk(propagate: str, workers: int, importance: int = 0) -> Pass:
 @pytest.mark.parametrize("slower", [1.0, 30.0, 1000.0])
 def test_the_fewest_layers_whose_commits_cost_little(propagate: str, workers: int, slower: float) -> None:
     """Commits take 5 % of a pass or less, and would not with one layer less; unless too much would be lost."""
-    work, fast, way = work_of(propagate=propagate), rates_of("H200"), walk(propagate, workers)
+    work, fast, passes = work_of(propagate=propagate), rates_of("H200"), planned(propagate, workers)
     rates = replace(fast, products=fast.products / slower, double=fast.double / slower, memory=fast.memory / slower)
-    every = layers_per_commit(work, rates, way)
-    phases = phase_seconds(work, rates, way)
+    every = layers_per_commit(work, rates, passes)
+    phases = phase_seconds(work, rates, passes)
     names = ("statistics", "reduce", "solve", "propagate") if propagate == "compressed" else ("statistics", "reduce")
     layer_s = sum(phases[name] for name in names) / LAYERS
-    share = committing_seconds(work, rates, way) / layer_s
-    assert share > work.hidden_bytes / way.nodes(rates) / rates.disk / layer_s
+    share = committing_seconds(work, rates, passes) / layer_s
+    assert share > work.hidden_bytes / passes.nodes(rates) / rates.disk / layer_s
     assert 1 <= every <= LAYERS
     assert every == 1 or every * layer_s <= REPEATED_SECONDS
     assert every == 1 or share / (every - 1) > 0.05
@@ -62,12 +62,12 @@ def test_the_fewest_layers_whose_commits_cost_little(propagate: str, workers: in
 def test_the_quickest_pass_decides() -> None:
     """Importance alone takes a forward pass a layer, and writes as much as the walk, or both for some of the shards."""
     work, rates = work_of(propagate="compressed"), rates_of("H200")
-    alone, both = (layers_per_commit(work, rates, walk("compressed", 1, importance)) for importance in (0, 256))
+    alone, both = (layers_per_commit(work, rates, planned("compressed", 1, importance)) for importance in (0, 256))
     assert 1 < alone < both < LAYERS
-    assert layers_per_commit(work, rates, walk("compressed", 1, 64)) == pytest.approx(both, abs=1)
-    assert committed_bytes(work, walk("compressed", 1), 8) == 9 * work.hidden_bytes  # before layers 8, 16, … 72
-    assert committed_bytes(work, walk("compressed", 1, importance=64), 8) == 9 * work.hidden_bytes * 5 // 4
-    assert committed_bytes(work, walk("compressed", 1, importance=64), 80) == 0
+    assert layers_per_commit(work, rates, planned("compressed", 1, 64)) == pytest.approx(both, abs=1)
+    assert committed_bytes(work, planned("compressed", 1), 8) == 9 * work.hidden_bytes  # before layers 8, 16, … 72
+    assert committed_bytes(work, planned("compressed", 1, importance=64), 8) == 9 * work.hidden_bytes * 5 // 4
+    assert committed_bytes(work, planned("compressed", 1, importance=64), 80) == 0
 
 
 def job_of(ledger: Ledger, every: int | str, said: list[str], **fields: Any) -> Any:

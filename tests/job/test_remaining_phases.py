@@ -23,7 +23,7 @@ from manifests.entries import (
 from manifests.records import ArrayRecord, SourceFile, StagedRecord
 from manifests.schema import Manifest
 from pipeline.console.eta import PlannedPhase
-from pipeline.cost_model.passes import gradient_tokens, pass_of
+from pipeline.cost_model.passes import gradient_tokens, planned_passes
 from pipeline.cost_model.phases import START_SECONDS, WORKERS_SECONDS, evaluate_seconds, phase_seconds
 from pipeline.cost_model.rates import NOMINAL_CPU
 from pipeline.cost_model.work import layer_work, scoring_flops
@@ -92,7 +92,7 @@ def plan_of(job: Any) -> dict[str, float]:
     """Return the plan's seconds by phase."""
     manifest, geometry, tasks = job.manifest, job.inputs.geometry, job.inputs.tasks
     work = layer_work(manifest, geometry, tasks, 2, gradient_tokens(manifest, geometry, tasks))
-    return phase_seconds(work, NOMINAL_CPU, pass_of(manifest, geometry, tasks))
+    return phase_seconds(work, NOMINAL_CPU, planned_passes(manifest, geometry, tasks))
 
 
 def ahead(job: Any) -> list[PlannedPhase]:

@@ -11,7 +11,7 @@ import torch
 
 from manifests.errors import InputError
 from manifests.loading import parse_manifest
-from pipeline.methods.lestd_sizes import Part, Rule, choices, pack_bits, size_curve, sizes_at_common_threshold
+from pipeline.methods.lestd_sizes import ProblemShape, Rule, choices, pack_bits, size_curve, sizes_at_common_threshold
 from pipeline.methods.method import Scores, Statistics
 from pipeline.methods.registry import (
     allocate_ranks,
@@ -41,24 +41,24 @@ from tests.methods.tucker_weights import (
 @pytest.mark.parametrize("stacks", [((4, 3),), ((2, 4), (2, 2))])
 def test_a_size_curve_is_the_best_choice_at_each_price(stacks: tuple[tuple[int, int], ...], bits: int) -> None:
     """Against every number of kept entries of every candidate, summed up one by one."""
-    part, rule = Part(8, 4, stacks, bits), Rule(None, prune=True, whole=True, search_width=True)
+    shape, rule = ProblemShape(8, 4, stacks, bits), Rule(None, prune=True, whole=True, search_width=True)
     generator = torch.Generator().manual_seed(3)
     falling = 0.6 ** torch.arange(8.0)[:, None, None, None]
     squares = [(torch.randn(8, 4, t, h, generator=generator).double() * falling).square() for t, h in stacks]
-    curve = size_curve(part, rule, squares)
+    curve = size_curve(shape, rule, squares)
     total = sum(float(square.sum()) for square in squares)
-    offers = [(part.dense, 0.0)]
-    for choice in {choice for size in range(20, part.dense) for choice in choices(part, rule, size)}:
+    offers = [(shape.dense, 0.0)]
+    for choice in {choice for size in range(20, shape.dense) for choice in choices(shape, rule, size)}:
         R1, R2, R3 = choice.ranks
         block = torch.cat([square[:R1, :R2, :R3].reshape(-1) for square in squares]).sort(descending=True).values
         if choice.count is None:
-            offers.append((part.with_dense_core(choice.ranks), total - float(block.sum())))
+            offers.append((shape.with_dense_core(choice.ranks), total - float(block.sum())))
         else:
             spare = len(stacks) - 1
-            size = part.factors(choice.ranks) + part.index(choice.ranks) + choice.count + spare
+            size = shape.factors(choice.ranks) + shape.index(choice.ranks) + choice.count + spare
             offers.append((size, total - float(block[: choice.count].sum())))
     assert curve["sizes"] == sorted(curve["sizes"], reverse=True)
-    assert curve["sizes"][0] == part.dense
+    assert curve["sizes"][0] == shape.dense
     for place, size in enumerate(curve["sizes"]):
         price = 2.0 ** ((curve["first"] + place) / 2)
         costs = [(error + price * numbers, numbers) for numbers, error in offers]

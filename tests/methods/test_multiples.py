@@ -11,7 +11,7 @@ from manifests.loading import parse_manifest
 from manifests.method_entry import WIDE
 from manifests.schema import Manifest
 from pipeline.families.geometry import Geometry
-from pipeline.methods.lestd_sizes import Part, Rule, choices
+from pipeline.methods.lestd_sizes import ProblemShape, Rule, choices
 from pipeline.methods.loss_aware.shapes import Shape
 from pipeline.methods.method import Scores
 from pipeline.methods.registry import allocate_ranks, build_methods, claim_tasks
@@ -155,11 +155,11 @@ def test_a_budget_may_give_the_multiple_alone() -> None:
 
 
 def test_tucker_ranks_are_multiples() -> None:
-    part = Part(96, 40, ((4, 3),), 16)
+    shape = ProblemShape(96, 40, ((4, 3),), 16)
     for prune, whole in ((True, True), (False, True)):
         rule = Rule(None, prune=prune, whole=whole, search_width=True, multiple=16)
-        for size in range(rule.least(part), part.dense, part.dense // 40):
-            found = [choice.ranks for choice in choices(part, rule, size)]
+        for size in range(rule.least(shape), shape.dense, shape.dense // 40):
+            found = [choice.ranks for choice in choices(shape, rule, size)]
             assert found
             assert all(first % 16 == 0 for first, _, _ in found)
             assert all(second % 16 == 0 or second == 40 for _, second, _ in found)
@@ -167,10 +167,10 @@ def test_tucker_ranks_are_multiples() -> None:
 
 def test_a_tucker_core_wants_no_more_than_its_multiples_allow() -> None:
     """With a multiple the least size is that of one multiple, and it is what a size below it is raised to."""
-    part = Part(96, 40, ((4, 3),), 16)
+    shape = ProblemShape(96, 40, ((4, 3),), 16)
     fine, coarse = (Rule(None, True, True, True, multiple) for multiple in (1, 16))
-    assert fine.least(part) < coarse.least(part)
-    assert {choice.ranks[0] for choice in choices(part, coarse, 1)} == {16}
+    assert fine.least(shape) < coarse.least(shape)
+    assert {choice.ranks[0] for choice in choices(shape, coarse, 1)} == {16}
 
 
 @pytest.mark.parametrize("part", ["query_key", "attention", "mlp"])

@@ -16,7 +16,7 @@ from pipeline.methods.separate import ASVDMethod, SVDLLMMethod, SVDMethod
 from pipeline.ranks.curves import from_columns
 from tests.families.geometries import llama
 from tests.methods.loss_aware_weights import make_statistics, make_weights
-from workers.solving import GroupProblem, Solved, solve_group, solve_sizes
+from workers.solving import GroupProblem, NamedSolution, solve_group, solve_sizes
 
 WHERE = llama("gqa")
 METHODS = {
@@ -50,7 +50,7 @@ def test_each_has_the_bytes_that_it_has_alone(name: str) -> None:
             assert same(found, expected)
 
 
-def same(found: Solved, expected: Solved) -> bool:
+def same(found: NamedSolution, expected: NamedSolution) -> bool:
     """Tensors, forms and figures, to the bit."""
     (factors, solution, _), (others, other, _) = found, expected
     tensors = factors.keys() == others.keys() and all(torch.equal(factors[name], others[name]) for name in others)

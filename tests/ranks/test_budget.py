@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pipeline.ranks.budget import Key, RankVariable, fit_ranks, solve_ratio
+from pipeline.ranks.budget import RankKey, RankVariable, fit_ranks, solve_ratio
 from pipeline.ranks.importance import preserve_importance
 
 D, H, HEAD, N, L = 4096, 32, 128, 11008, 32
@@ -29,16 +29,16 @@ def llama(multiple: int = 1) -> list[RankVariable]:
     return value + [RankVariable(layer, "mlp", "mlp", N, multiple, linear(3 * D)) for layer in range(L)]
 
 
-def total_cost(variables: list[RankVariable], ranks: dict[Key, int]) -> float:
+def total_cost(variables: list[RankVariable], ranks: dict[RankKey, int]) -> float:
     return sum(variable.cost(ranks[variable.key]) for variable in variables)
 
 
 @pytest.mark.parametrize(("keep", "ratio"), [(0.9, 0.88), (0.8, 0.76), (0.7, 0.64), (0.6, 0.52), (0.5, 0.40)])
 def test_llama_2_7b_mean_ratios(keep: float, ratio: float) -> None:
     variables = llama()
-    target = keep * TOTAL - UNTOUCHED
-    solved = solve_ratio(lambda share: sum(variable.cost(share * variable.cap) for variable in variables), target)
-    assert solved == pytest.approx(target / (TOTAL - UNTOUCHED), rel=1e-12)
+    limit = keep * TOTAL - UNTOUCHED
+    solved = solve_ratio(lambda share: sum(variable.cost(share * variable.cap) for variable in variables), limit)
+    assert solved == pytest.approx(limit / (TOTAL - UNTOUCHED), rel=1e-12)
     assert solved == pytest.approx(ratio, abs=0.005)
 
 
@@ -46,10 +46,10 @@ def test_llama_2_7b_mean_ratios(keep: float, ratio: float) -> None:
 @pytest.mark.parametrize("multiple", [1, 16])
 def test_llama_2_7b_by_importance_meets_the_budget(keep: float, multiple: int) -> None:
     variables, dice = llama(multiple), random.Random(1)
-    target = int(keep * TOTAL) - UNTOUCHED
-    ratios = preserve_importance([dice.uniform(0.05, 0.3) for _ in range(L)], target / (TOTAL - UNTOUCHED))
+    limit = int(keep * TOTAL) - UNTOUCHED
+    ratios = preserve_importance([dice.uniform(0.05, 0.3) for _ in range(L)], limit / (TOTAL - UNTOUCHED))
     targets = {variable.key: ratios[variable.layer] * variable.cap for variable in variables}
-    ranks = fit_ranks(variables, targets, target)
+    ranks = fit_ranks(variables, targets, limit)
     spent = total_cost(variables, ranks) + UNTOUCHED
     assert keep * TOTAL * 0.999 <= spent <= keep * TOTAL
     # Better than asked: within one step of one MLP width.
@@ -64,8 +64,8 @@ def test_llama_2_7b_by_importance_meets_the_budget(keep: float, multiple: int) -
 def test_the_whole_budget_gives_the_caps() -> None:
     variables = llama(16)
     targets = {variable.key: 1.0 for variable in variables}
-    for target in (TOTAL - UNTOUCHED, TOTAL, math.inf):
-        assert fit_ranks(variables, targets, target) == {variable.key: variable.cap for variable in variables}
+    for limit in (TOTAL - UNTOUCHED, TOTAL, math.inf):
+        assert fit_ranks(variables, targets, limit) == {variable.key: variable.cap for variable in variables}
 
 
 def test_too_small_a_budget_names_what_can_be_reached() -> None:
@@ -75,9 +75,9 @@ def test_too_small_a_budget_names_what_can_be_reached() -> None:
     ]
     targets = {variable.key: 4.0 for variable in variables}
     assert total_cost(variables, fit_ranks(variables, targets, 480)) == 480
-    with pytest.raises(ValueError, match="target 479 is out of reach: least 480, most 1,400"):
+    with pytest.raises(ValueError, match="limit 479 is out of reach: least 480, most 1,400"):
         fit_ranks(variables, targets, 479)
-    with pytest.raises(ValueError, match="target nan"):
+    with pytest.raises(ValueError, match="limit nan"):
         fit_ranks(variables, targets, math.nan)
 
 
@@ -100,29 +100,29 @@ def test_random_knobs() -> None:
         variables = random_knobs(dice)
         least = sum(variable.cost(variable.least) for variable in variables)
         most = sum(variable.cost(variable.cap) for variable in variables)
-        target = dice.uniform(least, most)
+        limit = dice.uniform(least, most)
         targets = {
             variable.key: dice.choice([0.0, dice.random(), dice.random(), 2.0]) * variable.cap for variable in variables
         }
-        ranks = fit_ranks(variables, targets, target)
-        assert ranks == fit_ranks(list(reversed(variables)), targets, target)
+        ranks = fit_ranks(variables, targets, limit)
+        assert ranks == fit_ranks(list(reversed(variables)), targets, limit)
         spent = total_cost(variables, ranks)
-        assert spent <= target * (1 + 1e-12)
+        assert spent <= limit * (1 + 1e-12)
         for variable in variables:
             rank = ranks[variable.key]
             assert variable.least <= rank <= variable.cap
             assert rank % variable.multiple == 0 or rank == variable.cap
             above = variable.above(rank)
-            assert above is None or spent + variable.cost(above) - variable.cost(rank) > target * (1 - 1e-12)
+            assert above is None or spent + variable.cost(above) - variable.cost(rank) > limit * (1 - 1e-12)
 
 
 def test_consistent_wants_are_only_rounded() -> None:
     variables = [RankVariable(layer, "mlp", "mlp", 1000, 1, linear(3)) for layer in range(9)]
     dice = random.Random(3)
     targets = {variable.key: dice.uniform(100, 900) for variable in variables}
-    target = total_cost(variables, {key: math.floor(want) for key, want in targets.items()}) + 3 * 5
-    ranks = fit_ranks(variables, targets, target)
-    assert total_cost(variables, ranks) == target
+    limit = total_cost(variables, {key: math.floor(want) for key, want in targets.items()}) + 3 * 5
+    ranks = fit_ranks(variables, targets, limit)
+    assert total_cost(variables, ranks) == limit
     assert max(abs(ranks[key] - targets[key]) for key in targets) < 2
     whole = {variable.key: 100.0 + variable.layer for variable in variables}
     assert fit_ranks(variables, whole, total_cost(variables, {k: int(v) for k, v in whole.items()})) == whole
@@ -142,7 +142,7 @@ def test_solve_ratio() -> None:
     assert solve_ratio(lambda ratio: 10 * ratio, 2.5) == pytest.approx(0.25, rel=1e-14)
     assert solve_ratio(lambda ratio: math.floor(8 * ratio), 3) == pytest.approx(0.5)
     assert math.floor(8 * solve_ratio(lambda ratio: math.floor(8 * ratio), 3)) == 3
-    with pytest.raises(ValueError, match="target 4 is out of reach: least 5, most 15"):
+    with pytest.raises(ValueError, match="limit 4 is out of reach: least 5, most 15"):
         solve_ratio(lambda ratio: 5 + 10 * ratio, 4.0)
     with pytest.raises(ValueError, match="NaN"):
         solve_ratio(lambda ratio: ratio, math.nan)
@@ -205,25 +205,25 @@ def test_steps_are_taken_as_the_docstring_says() -> None:
     for _ in range(200):
         variables = [RankVariable(layer, "mlp", "mlp", dice.choice([7, 20, 90]), 1, linear(1)) for layer in range(5)]
         targets = {variable.key: dice.uniform(1, variable.cap) for variable in variables}
-        target = dice.randint(5, sum(variable.cap for variable in variables) - 1)
-        assert fit_ranks(variables, targets, target) == _step_by_step(variables, targets, target)
+        limit = dice.randint(5, sum(variable.cap for variable in variables) - 1)
+        assert fit_ranks(variables, targets, limit) == _step_by_step(variables, targets, limit)
 
 
-def _step_by_step(variables: list[RankVariable], targets: dict[Key, float], target: int) -> dict[Key, int]:
-    def scaled_by(factor: float) -> dict[Key, float]:
+def _step_by_step(variables: list[RankVariable], targets: dict[RankKey, float], limit: int) -> dict[RankKey, int]:
+    def scaled_by(factor: float) -> dict[RankKey, float]:
         return {v.key: min(max(factor * targets[v.key], 1.0), v.cap) for v in variables}
 
     low, high = 0.0, 1e6
     for _ in range(300):
         middle = 0.5 * (low + high)
-        low, high = (middle, high) if sum(scaled_by(middle).values()) <= target else (low, middle)
+        low, high = (middle, high) if sum(scaled_by(middle).values()) <= limit else (low, middle)
     scaled = scaled_by(low)
     ranks = {v.key: v.nearest(scaled[v.key]) for v in variables}
-    while sum(ranks.values()) > target:
+    while sum(ranks.values()) > limit:
         movable = [v for v in variables if ranks[v.key] > 1]
         chosen = max(movable, key=lambda v: ((ranks[v.key] - scaled[v.key]) / v.cap, [-part for part in v.key[:1]]))
         ranks[chosen.key] -= 1
-    while sum(ranks.values()) < target:
+    while sum(ranks.values()) < limit:
         movable = [v for v in variables if ranks[v.key] < v.cap]
         chosen = max(movable, key=lambda v: ((scaled[v.key] - ranks[v.key]) / v.cap, [-part for part in v.key[:1]]))
         ranks[chosen.key] += 1

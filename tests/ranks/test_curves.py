@@ -61,14 +61,14 @@ def test_choice_meets_the_target_and_is_near_the_best_there_is(seed: int) -> Non
     dice = random.Random(seed)
     curves = {name: random_line(dice, name) for name in "abc"}
     least = sum(lower_hull(points)[0].numbers for points in curves.values())
-    for target in range(least, 181, 7):
-        found = choose(curves, target)
+    for limit in range(least, 181, 7):
+        found = choose(curves, limit)
         spent, lost = sum(p.numbers for p in found.values()), sum(p.loss for p in found.values())
-        assert spent <= target
+        assert spent <= limit
         for name, points in curves.items():  # nothing more fits
-            rest = target - spent + found[name].numbers
+            rest = limit - spent + found[name].numbers
             assert not any(p.loss < found[name].loss and p.numbers <= rest for p in points)
-        choices = [c for c in itertools.product(*curves.values()) if sum(p.numbers for p in c) <= target]
+        choices = [c for c in itertools.product(*curves.values()) if sum(p.numbers for p in c) <= limit]
         best = min(sum(p.loss for p in c) for c in choices)
         assert lost <= best + max(
             a.loss - b.loss for h in curves.values() for a, b in itertools.pairwise(lower_hull(h))
@@ -90,7 +90,7 @@ def test_by_the_cache() -> None:
 
 def test_out_of_reach_names_least_and_most() -> None:
     curves = {"a": line("a", (10, 0.5), (20, 0.0)), "b": line("b", (7, 0.5))}
-    with pytest.raises(ValueError, match="target 16 is out of reach: least 17, most 27"):
+    with pytest.raises(ValueError, match="limit 16 is out of reach: least 17, most 27"):
         choose(curves, 16)
 
 

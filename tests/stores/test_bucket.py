@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from manifests.errors import InputError, InUseError, StorageError
-from manifests.records import Key
+from manifests.records import LedgerKey
 from stores import bucket as bucket_module
 from stores import bucket_client, lease
 from stores.activations import ActivationStore
@@ -192,15 +192,15 @@ def test_how_often_the_server_is_asked(s3_url: str, bucket: Bucket, monkeypatch:
         run = RunDirectory(Bucket(bucket.at()))
         with run.lock:
             for number in range(5):
-                run.ledger.commit(Key(f"unit/{number}"), {"n": number})
+                run.ledger.commit(LedgerKey(f"unit/{number}"), {"n": number})
             assert asked(proxy) == ["GET"] * 5 + ["PUT"] * 5
-            assert run.ledger.get(Key("unit/3")) == {"n": 3}
+            assert run.ledger.get(LedgerKey("unit/3")) == {"n": 3}
             assert len(run.ledger.keys()) == 5
             assert asked(proxy) == []
         reader = RunDirectory(Bucket(bucket.at())).ledger
         assert len(reader.keys("unit/")) == 5
         assert asked(proxy) == ["GET"] * 6
-        assert reader.get(Key("unit/4")) == {"n": 4}
+        assert reader.get(LedgerKey("unit/4")) == {"n": 4}
         assert asked(proxy) == ["GET"]
         store = ActivationStore(Bucket(bucket.at("arrays")))
         store.write("dense", 0, 0, torch.randn(4, 2, 3), micro_batch=2)
@@ -227,18 +227,18 @@ def test_an_owner_that_was_succeeded_commits_nothing(bucket: Bucket, monkeypatch
     monkeypatch.setattr(lease, "RENEW_S", 3600.0)
     old, new = RunDirectory(bucket), RunDirectory(bucket)
     old.lock.acquire()
-    old.ledger.commit(Key("unit/a"), {"by": "old"})
+    old.ledger.commit(LedgerKey("unit/a"), {"by": "old"})
     monkeypatch.setattr(lease, "RENEW_S", 0.2)
     new.lock.acquire()
-    new.ledger.commit(Key("unit/a"), {"by": "new"})
+    new.ledger.commit(LedgerKey("unit/a"), {"by": "new"})
     with pytest.raises(InUseError, match="the lock was lost"):
-        old.ledger.commit(Key("unit/b"), {"by": "old"})
+        old.ledger.commit(LedgerKey("unit/b"), {"by": "old"})
     monkeypatch.setattr(lease.Lease, "fence", lambda self: self.generation)  # it looked just before
     with pytest.raises(InUseError, match="the lock was lost"):
-        old.ledger.commit(Key("unit/a"), {"by": "old"})
-    old.ledger.commit(Key("unit/b"), {"by": "old"})
-    new.ledger.commit(Key("unit/b"), {"by": "new"})
-    assert [new.ledger.get(Key(f"unit/{name}")) for name in "ab"] == [{"by": "new"}] * 2
+        old.ledger.commit(LedgerKey("unit/a"), {"by": "old"})
+    old.ledger.commit(LedgerKey("unit/b"), {"by": "old"})
+    new.ledger.commit(LedgerKey("unit/b"), {"by": "new"})
+    assert [new.ledger.get(LedgerKey(f"unit/{name}")) for name in "ab"] == [{"by": "new"}] * 2
     assert bucket.below("ledger").names() == ["unit.a.2000001.json", "unit.b.2000001.json"]
     new.lock.release()
 
@@ -247,12 +247,12 @@ def test_a_lock_that_somebody_removed_begins_anew(bucket: Bucket) -> None:
     for _ in range(2):
         run = RunDirectory(bucket)
         with run.lock:
-            run.ledger.commit(Key("unit/a"), {"n": 1})
+            run.ledger.commit(LedgerKey("unit/a"), {"n": 1})
     bucket.delete(["lock", "lock.json"])
     run = RunDirectory(bucket)
     with run.lock:
-        run.ledger.commit(Key("unit/a"), {"n": 2})
-    assert run.ledger.get(Key("unit/a")) == {"n": 2}
+        run.ledger.commit(LedgerKey("unit/a"), {"n": 2})
+    assert run.ledger.get(LedgerKey("unit/a")) == {"n": 2}
 
 
 def test_activations(bucket: Bucket) -> None:

@@ -16,7 +16,7 @@ from manifests.entries import DenseEntry
 from manifests.errors import InputError
 from manifests.loading import parse_manifest
 from manifests.quantize import DAMPING, FORMER_CONSTANTS, LEAST_CLIP
-from manifests.records import Key
+from manifests.records import LedgerKey
 from manifests.schema import completed
 from stores.run_directory import ENDED, FINGERPRINT, MANIFEST, STAGED, RunDirectory
 
@@ -142,7 +142,7 @@ def test_a_start_without_work_is_nobody_s(tmp_path: Path) -> None:
     assert run.check_fingerprint(FIELDS).kind == "new"
     assert not _at(run, FINGERPRINT).exists()
     assert bound(run, FIELDS)
-    run.ledger.commit(Key("hardware"), {"device": "CPU"})
+    run.ledger.commit(LedgerKey("hardware"), {"device": "CPU"})
     assert "seed: 0 -> 1" in refused(run, changed(seed=1))
     standing = run.check_fingerprint(changed(seed=1), before_work=["hardware"])
     assert (standing.kind, standing.differing) == ("new", ("seed",))

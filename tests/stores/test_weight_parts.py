@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from manifests.parts import Part, stacked
+from manifests.parts import FusedPart, stacked
 from stores.formats import decode
 from stores.headers import TensorRecord
 from stores.weight_parts import cut
@@ -48,7 +48,7 @@ def test_rows_in_turns_keep_their_format_as_a_block(tmp_path: Path) -> None:
     file = (tmp_path / "model.safetensors").read_bytes()
     shapes = {"a.weight": (16, COLUMNS), "b.weight": (16, COLUMNS)}
     for place, part in enumerate(stacked(shapes, interleaved=True)):
-        assert isinstance(part, Part)
+        assert isinstance(part, FusedPart)
         record = cut(stored.weight, part)
         found = decode(record, {name: stored_part(at, file) for name, at in record.parts})
         assert torch.equal(found, stored.decoded[place::2])

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.cost_model.phases import (
     START_SECONDS,
-    Pass,
+    PlannedPasses,
     add_seconds,
     collect_seconds,
     held_out_seconds,
@@ -109,9 +109,9 @@ def test_what_a_dead_worker_had_summed_is_done_again() -> None:
 def test_a_dense_job_by_hand() -> None:
     """Of each layer, what the next one does not hide: of giving away (200 / 50), adding (200 * 3 / 2 / 50) and storing
     (0.2) the last one's."""
-    way = Pass(layers=2, shards=4, workers=2, importance=0, compressed=False)
-    assert (collect_seconds(WORK, RATES), add_seconds(WORK, RATES, way)) == pytest.approx((4.0, 6.0))
-    found = simulate(list(job_units(WORK, RATES, way)), 2)
+    passes = PlannedPasses(layers=2, shards=4, workers=2, importance=0, compressed=False)
+    assert (collect_seconds(WORK, RATES), add_seconds(WORK, RATES, passes)) == pytest.approx((4.0, 6.0))
+    found = simulate(list(job_units(WORK, RATES, passes)), 2)
     # Reads a layer (0.1), statistics at (8 + 4) / 2; gives away, adds and stores the last; then solves 4 + 1 a layer,
     # for each of which it reads 200 bytes of moments at half the disk's rate; writes.
     begun = 2 * 0.1 + START_SECONDS  # digests of the staged layers take nothing
@@ -124,8 +124,8 @@ def test_a_pass_in_which_layers_are_solved_by_hand() -> None:
     """Of two layers at a time first the long solves, then the short ones: between two layers of the pass."""
     rates = replace(RATES, link=1e9, network=1e9)
     layers, passing, solving = 6, (8 + 4) / 2, 4 + 1
-    kept = Pass(layers, shards=4, workers=2, importance=0, compressed=False, in_pass=True)
-    stored, dropped = (list(job_units(WORK, rates, way)) for way in (kept, replace(kept, keep_statistics=False)))
+    kept = PlannedPasses(layers, shards=4, workers=2, importance=0, compressed=False, in_pass=True)
+    stored, dropped = (list(job_units(WORK, rates, passes)) for passes in (kept, replace(kept, keep_statistics=False)))
     units = [unit.name for unit in dropped if unit.kind == "solve" or unit.name.endswith(" 0 0") or unit.shard == 0]
     found = simulate(dropped, 2)
     begun = layers * 0.1 + START_SECONDS + 0.1
@@ -148,8 +148,8 @@ def test_sums_are_not_waited_for_while_layers_are_written() -> None:
     work = replace(WORK, weight_bytes=0, written_bytes=0, solves=())
     ended = {}
     for layers in (4, 5):
-        way = Pass(layers, shards=8, workers=2, importance=0, compressed=False, in_pass=True)
-        found = simulate(list(job_units(work, slow, way)), 2)
+        passes = PlannedPasses(layers, shards=8, workers=2, importance=0, compressed=False, in_pass=True)
+        found = simulate(list(job_units(work, slow, passes)), 2)
         ended[layers] = found.ended["statistics"]
         assert found.seconds == pytest.approx(START_SECONDS + 6.0 + layers * 20.0, abs=0.1)
     assert ended[4] == pytest.approx(START_SECONDS + 4 * 6.0, abs=0.1)
@@ -158,8 +158,11 @@ def test_sums_are_not_waited_for_while_layers_are_written() -> None:
 
 def test_staged_layers_are_held_against_their_digests_beside_the_rest() -> None:
     """Each in one of sixteen threads, 8 s as soon as it is written: the last one's alone are waited for."""
-    way, slow = Pass(layers=3, shards=4, workers=2, importance=4, compressed=True), replace(RATES, digest=16 * 10)
-    plain, verified = (simulate(list(job_units(WORK, rates, way)), 2) for rates in (RATES, slow))
+    passes, slow = (
+        PlannedPasses(layers=3, shards=4, workers=2, importance=4, compressed=True),
+        replace(RATES, digest=16 * 10),
+    )
+    plain, verified = (simulate(list(job_units(WORK, rates, passes)), 2) for rates in (RATES, slow))
     digests = [sum(job.transfers[f"digest {layer}"] for layer in range(3)) for job in (plain, verified)]
     assert digests == pytest.approx([0.0, 3 * 8.0], abs=1e-5)
     reading = 3 * 100 / 160 - 3 * 100 / 1000  # of the source, before anything starts
@@ -171,9 +174,9 @@ def test_a_layer_is_not_begun_before_one_of_those_before_it_is_stored() -> None:
     slow = replace(RATES, disk=10, link=1e9, workers_per_node=8)
     work = replace(WORK, weight_bytes=0, written_bytes=0, solves=())
     for workers, ahead in ((1, 1), (2, 1), (4, 2)):
-        way = Pass(layers=4, shards=8, workers=workers, importance=0, compressed=False)
+        passes = PlannedPasses(layers=4, shards=8, workers=workers, importance=0, compressed=False)
         passing = 12.0 / workers
-        found = simulate(list(job_units(work, slow, way)), workers)
+        found = simulate(list(job_units(work, slow, passes)), workers)
         ends = [passing + 20.0]
         for layer in range(1, 4):
             begun = max(layer * passing, ends[layer - ahead - 1] if layer > ahead else 0.0)
@@ -183,15 +186,15 @@ def test_a_layer_is_not_begun_before_one_of_those_before_it_is_stored() -> None:
 
 def test_sums_cross_the_link_on_each_node_and_the_network_once() -> None:
     """Four workers on two nodes, 200 bytes: 3/2 of a sum in and out on a node, 3/4 across, half of one comes over."""
-    way = Pass(layers=2, shards=4, workers=4, importance=0, compressed=False)
-    assert add_seconds(WORK, RATES, way) == pytest.approx(200 * (3 / 2 + 3 / 4) / 50 + 100 / 20)
+    passes = PlannedPasses(layers=2, shards=4, workers=4, importance=0, compressed=False)
+    assert add_seconds(WORK, RATES, passes) == pytest.approx(200 * (3 / 2 + 3 / 4) / 50 + 100 / 20)
     on_cpu = replace(RATES, memory=50)
-    assert add_seconds(WORK, on_cpu, way) == pytest.approx(200 * 3 * (1 / 2 + 1 / 4) / 50 + 100 / 20)
+    assert add_seconds(WORK, on_cpu, passes) == pytest.approx(200 * 3 * (1 / 2 + 1 / 4) / 50 + 100 / 20)
 
 
 def test_a_compressed_job_waits_for_each_layer() -> None:
-    way = Pass(layers=2, shards=4, workers=2, importance=4, compressed=True)
-    found = simulate(list(job_units(WORK, RATES, way)), 2)
+    passes = PlannedPasses(layers=2, shards=4, workers=2, importance=4, compressed=True)
+    found = simulate(list(job_units(WORK, RATES, passes)), 2)
     # Importance, statistics, giving, adding, the longer solve and its moments (100 bytes); but behind the last layer,
     # propagating beside writing.
     layer = 8 / 2 + 8 / 2 + 4 + 6 + (4 + 2) + 6 / 2
@@ -202,8 +205,10 @@ def test_a_compressed_job_waits_for_each_layer() -> None:
 @pytest.mark.parametrize("compressed", [False, True])
 def test_a_job_ends_whoever_fails_and_when(workers: int, compressed: bool) -> None:
     """At any time, again while it is away, and all at once: not later than by what was lost and waited for."""
-    way = Pass(layers=3, shards=4, workers=workers, importance=4 if compressed else 0, compressed=compressed)
-    units = list(job_units(WORK, RATES, way))
+    passes = PlannedPasses(
+        layers=3, shards=4, workers=workers, importance=4 if compressed else 0, compressed=compressed
+    )
+    units = list(job_units(WORK, RATES, passes))
     whole = simulate(units, workers).seconds
     for at in range(0, int(whole), 3):
         for failures in (
@@ -217,38 +222,38 @@ def test_a_job_ends_whoever_fails_and_when(workers: int, compressed: bool) -> No
 
 
 def test_the_closed_form_of_small_jobs() -> None:
-    in_pass = Pass(9, 4, 2, 0, False, in_pass=True)
-    for way in (
+    in_pass = PlannedPasses(9, 4, 2, 0, False, in_pass=True)
+    for passes in (
         in_pass,
         replace(in_pass, keep_statistics=False),
-        Pass(9, 4, 2, 0, False),
-        Pass(9, 4, 2, 4, True),
-        Pass(9, 4, 2, 2, True),
+        PlannedPasses(9, 4, 2, 0, False),
+        PlannedPasses(9, 4, 2, 4, True),
+        PlannedPasses(9, 4, 2, 2, True),
     ):
-        simulated = simulate(list(job_units(WORK, RATES, way)), 2).seconds
-        assert sum(phase_seconds(WORK, RATES, way).values()) == pytest.approx(simulated, rel=0.06)
+        simulated = simulate(list(job_units(WORK, RATES, passes)), 2).seconds
+        assert sum(phase_seconds(WORK, RATES, passes).values()) == pytest.approx(simulated, rel=0.06)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("propagate", "workers"), [("dense", 1), ("dense", 8), ("compressed", 1), ("compressed", 8)])
 def test_the_plan_agrees_with_the_simulator_at_70b(propagate: str, workers: int) -> None:
     rates, compressed = rates_of("H200"), propagate == "compressed"
-    way = Pass(geometry("70B").num_layers, 32, workers, 16 * compressed, compressed, held_out_shards=26)
+    passes = PlannedPasses(geometry("70B").num_layers, 32, workers, 16 * compressed, compressed, held_out_shards=26)
     work = work_of("70B", propagate)
-    simulated = simulate(list(job_units(work, rates, way)), workers).seconds
-    phases = phase_seconds(work, rates, way)
+    simulated = simulate(list(job_units(work, rates, passes)), workers).seconds
+    phases = phase_seconds(work, rates, passes)
     assert sum(phases.values()) == pytest.approx(simulated, rel=0.25)
 
 
 @pytest.mark.parametrize(("correct", "workers"), [("none", 1), ("none", 8), ("none", 16), ("output", 8)])
 def test_the_plan_agrees_where_ranks_follow_the_loss(correct: str, workers: int) -> None:
     rates = rates_of("H200")
-    way = Pass(16, 32, workers, 0, False, cached=True, gradient_shards=32, held_out_shards=26)
+    passes = PlannedPasses(16, 32, workers, 0, False, cached=True, gradient_shards=32, held_out_shards=26)
     work = work_of("70B", "dense", method="loss_aware", correct=correct)
-    found, phases = simulate(list(job_units(work, rates, way)), workers), phase_seconds(work, rates, way)
+    found, phases = simulate(list(job_units(work, rates, passes)), workers), phase_seconds(work, rates, passes)
     assert sum(phases.values()) == pytest.approx(found.seconds, rel=0.25)
     assert found.busy["curves"] == pytest.approx(16 * sum(solve_seconds(curve, rates) for curve in work.curves))
-    scored = sum(held_out_seconds(flops, work, rates, way) for flops in work.held_out_flops)
+    scored = sum(held_out_seconds(flops, work, rates, passes) for flops in work.held_out_flops)
     assert found.busy["held-out"] == pytest.approx(16 * scored)
     assert (found.busy["correct"] > 0) == (correct == "output")
 
@@ -257,11 +262,11 @@ def test_the_plan_agrees_where_ranks_follow_the_loss(correct: str, workers: int)
 @pytest.mark.parametrize("workers", [1, 8])
 def test_the_plan_agrees_where_layers_are_refined(workers: int, inputs: str) -> None:
     rates = rates_of("H200")
-    way = Pass(16, 32, workers, 0, False, cached=True, gradient_shards=32, held_out_shards=26)
+    passes = PlannedPasses(16, 32, workers, 0, False, cached=True, gradient_shards=32, held_out_shards=26)
     work = work_of("70B", "dense", method="loss_aware", refine={"inputs": inputs})
-    found, phases = simulate(list(job_units(work, rates, way)), workers), phase_seconds(work, rates, way)
+    found, phases = simulate(list(job_units(work, rates, passes)), workers), phase_seconds(work, rates, passes)
     assert sum(phases.values()) == pytest.approx(found.seconds, rel=0.25)
-    refined = 16 * (work.refinement.training_seconds(rates, way.cached) + work.refinement.passes / rates.products)
+    refined = 16 * (work.refinement.training_seconds(rates, passes.cached) + work.refinement.passes / rates.products)
     assert found.busy["refine"] == pytest.approx(refined)
 
 
@@ -271,9 +276,9 @@ def test_workers_without_a_layer_share_its_long_curve() -> None:
     work = replace(WORK, curves=(Work(140, pieces=6, shared=begun),))
     seconds = {}
     for workers in (2, 8):
-        way = Pass(layers=2, shards=1, workers=workers, importance=0, compressed=False, cached=True)
-        plain = simulate(list(job_units(WORK, RATES, way)), workers).seconds
-        seconds[workers] = simulate(list(job_units(work, RATES, way)), workers).seconds - plain
+        passes = PlannedPasses(layers=2, shards=1, workers=workers, importance=0, compressed=False, cached=True)
+        plain = simulate(list(job_units(WORK, RATES, passes)), workers).seconds
+        seconds[workers] = simulate(list(job_units(work, RATES, passes)), workers).seconds - plain
     reading = 200 / 50
     assert seconds == pytest.approx({2: reading + 14.0, 8: reading + 2.0 + reading + 3.0})
 
@@ -295,9 +300,9 @@ def test_what_workers_pass_on_by_hand() -> None:
     workers three; nothing grows with the shards."""
 
     def held(workers: int, compressed: bool, in_pass: bool = False, **changes: Any) -> int:
-        way = Pass(8, shards=8, workers=workers, importance=0, compressed=compressed, gradient_shards=3)
-        way = replace(way, in_pass=in_pass)
-        return object_store_bytes(replace(WORK, **changes), RATES, way)
+        passes = PlannedPasses(8, shards=8, workers=workers, importance=0, compressed=compressed, gradient_shards=3)
+        passes = replace(passes, in_pass=in_pass)
+        return object_store_bytes(replace(WORK, **changes), RATES, passes)
 
     assert [held(1, True), held(2, True)] == [200, (2 + 1) * 200]
     assert [held(1, False), held(2, False)] == [2 * 200, 2 * (2 + 1) * 200]
@@ -319,15 +324,15 @@ def test_what_workers_pass_on_by_hand() -> None:
 
 def test_pairs_leave_each_worker_once() -> None:
     """Of a layer, 100 bytes of all pairs, at 50 a second: out, three halves in and out again to be added, and in."""
-    way = Pass(layers=3, shards=4, workers=2, importance=0, compressed=False, cached=True)
+    passes = PlannedPasses(layers=3, shards=4, workers=2, importance=0, compressed=False, cached=True)
     work = replace(WORK, correction_flops=500.0, grid_flops=0.0)
     pairs = replace(work, pair_bytes=(30, 70), pair_added_bytes=200.0)
-    between = pair_seconds(pairs, RATES, way)
-    assert between == pytest.approx(2.0 + add_seconds(replace(work, moment_bytes=100), RATES, way) + 2.0)
+    between = pair_seconds(pairs, RATES, passes)
+    assert between == pytest.approx(2.0 + add_seconds(replace(work, moment_bytes=100), RATES, passes) + 2.0)
     adding = 200 / RATES.memory / 2
-    clock = [simulate(list(job_units(each, RATES, way)), 2).seconds for each in (work, pairs)]
+    clock = [simulate(list(job_units(each, RATES, passes)), 2).seconds for each in (work, pairs)]
     assert clock[1] - clock[0] == pytest.approx(3 * (adding + between))
-    plan = [phase_seconds(each, RATES, way)["correct"] for each in (work, pairs)]
+    plan = [phase_seconds(each, RATES, passes)["correct"] for each in (work, pairs)]
     assert plan[1] - plan[0] == pytest.approx(3 * (adding + between))
 
 

@@ -29,7 +29,7 @@ from tests.workers.bench import (
     tasks_of,
     write_unit,
 )
-from workers.refining import Targets, group_tensors, training_of
+from workers.refining import RefinementData, group_tensors, training_of
 
 TRAINED = {"refine": {"steps": 12, "learning_rate": 0.003}}
 FLAT = {"method": "flat_llm", "allocation": "uniform", **TRAINED}
@@ -66,7 +66,7 @@ class Bench:
 
     def read(self) -> tuple[Tensor, Tensor]:
         """Inputs and targets (M, S, D) of all samples."""
-        return Targets(self.worker.activations, self.targets, self.worker.setup).read(range(SAMPLES))
+        return RefinementData(self.worker.activations, self.targets, self.worker.setup).read(range(SAMPLES))
 
     def factors(self, done: RefineDone) -> dict[str, Tensor]:
         return {n: t for group in done.groups for n, t in self.worker.transfer.get(group.factors).items()}

@@ -27,7 +27,7 @@ import torch
 from deploy.quickstart.text import story_text
 from manifests.loading import parse_manifest
 from pipeline.cost_model.phases import (
-    Pass,
+    PlannedPasses,
     collect_seconds,
     forward_seconds,
     grid_seconds,
@@ -92,15 +92,15 @@ def planned(work: LayerWork, rates: Rates, propagate: str) -> dict[str, float]:
     """Return the plan's seconds of a layer by kind, for 256 samples on one worker."""
     compressed = propagate == "compressed"
     importance = len(importance_shards(SHARDS, SHARDS, LENGTH)) if compressed else 0
-    way = Pass(LAYERS, SHARDS, 1, importance, compressed)
-    seconds = {"importance": importance_seconds(work, rates, way)} if compressed else {}
+    passes = PlannedPasses(LAYERS, SHARDS, 1, importance, compressed)
+    seconds = {"importance": importance_seconds(work, rates, passes)} if compressed else {}
     seconds |= {
         "grids": grid_seconds(work, rates),
-        "statistics": statistics_seconds(work, rates, way),
+        "statistics": statistics_seconds(work, rates, passes),
         "sums leave the device": collect_seconds(work, rates),
         "solve": sum(solve_seconds(solve, rates) for solve in work.solves),
     }
-    return seconds | ({"propagate": forward_seconds(work, rates, way, packed=True)} if compressed else {})
+    return seconds | ({"propagate": forward_seconds(work, rates, passes, packed=True)} if compressed else {})
 
 
 def measure(manifest: Mapping[str, Any], samples: int) -> dict[str, float]:

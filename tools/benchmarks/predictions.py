@@ -23,7 +23,7 @@ from typing import Any
 
 from deploy.quickstart.text import story_text
 from manifests.loading import parse_manifest
-from pipeline.cost_model.passes import gradient_tokens, pass_of
+from pipeline.cost_model.passes import gradient_tokens, planned_passes
 from pipeline.cost_model.rates import Rates
 from pipeline.cost_model.work import layer_work
 from pipeline.families.registry import geometry_of, standard_config
@@ -101,8 +101,8 @@ def compared(folder: Path, job: str, workers: int, samples: int) -> list[list[ob
     tasks = claim_tasks(build_methods(manifest), geometry)
     share = plan["expected_numbers"] / plan["dense_numbers"]
     work = layer_work(manifest, geometry, tasks, ITEMSIZE, gradient_tokens(manifest, geometry, tasks), share)
-    way = pass_of(manifest, geometry, tasks)
-    clock = simulate(list(job_units(work, Rates(**plan["rates"]), way)), way.workers)
+    passes = planned_passes(manifest, geometry, tasks)
+    clock = simulate(list(job_units(work, Rates(**plan["rates"]), passes)), passes.workers)
     floors = floor_of(manifest, geometry, workers, folder.parent) if JOBS[job][1] == "flat_llm" else {}
     seconds = run_manifest(document, folder)["seconds"]
     units = ", ".join(f"{kind} {count} × {spent / count:.3f}" for kind, (count, spent, _) in seconds["units"].items())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 
 from pipeline.cost_model.phases import (
     DIGEST_THREADS,
-    Pass,
+    PlannedPasses,
     add_seconds,
     collect_seconds,
     compare_seconds,
@@ -37,16 +37,16 @@ CORRECTED = 5  # passes of both layers: to each of four points, and to the end
 Units = Generator[Unit, None, tuple[str, ...]]  # returns the names that later units wait for
 
 
-def loss_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:
+def loss_units(work: LayerWork, rates: Rates, passes: PlannedPasses, after: tuple[str, ...]) -> Units:
     """Yield gradients and curves, between the dense pass and the solves."""
     if work.gradient_flops:
-        after = yield from _gradients(work, rates, way, after)
+        after = yield from _gradients(work, rates, passes, after)
     if work.curves:
-        after = yield from _curves(work, rates, way, after)
+        after = yield from _curves(work, rates, passes, after)
     return after
 
 
-def last_units(work: LayerWork, rates: Rates, way: Pass, written: Sequence[str]) -> Units:
+def last_units(work: LayerWork, rates: Rates, passes: PlannedPasses, written: Sequence[str]) -> Units:
     """Yield the background units, for workers that solves leave idle.
 
     They compare both models on a few tokens, and score held-out text by the dense model and by each layer once it is
@@ -54,9 +54,9 @@ def last_units(work: LayerWork, rates: Rates, way: Pass, written: Sequence[str])
     """
     if work.compare_flops:
         compared: tuple[str, ...] = ()
-        for first in range(0, way.layers, COMPARED_LAYERS):
+        for first in range(0, passes.layers, COMPARED_LAYERS):
             some = tuple(written[first : first + COMPARED_LAYERS])
-            seconds = len(some) * compare_seconds(work, rates, way)
+            seconds = len(some) * compare_seconds(work, rates, passes)
             yield Unit(f"compare {first}", "compare", seconds, (*compared, *some), background=True)
             compared = (f"compare {first}",)
     after: tuple[str, ...] = ("start",)
@@ -64,21 +64,21 @@ def last_units(work: LayerWork, rates: Rates, way: Pass, written: Sequence[str])
     stored = {"dense": work.weight_bytes, "compressed": work.written_bytes}
     for model, flops in zip(stored, work.held_out_flops, strict=True) if any(work.held_out_flops) else ():
         kind, first = f"held-out {model}", SHARDS_OF_A_MODEL * (1 + (model == "compressed"))
-        if way.workers > 1:  # side by side
+        if passes.workers > 1:  # side by side
             ended, after = (*ended, *after), ("start",)
-        for layer in range(way.layers):
+        for layer in range(passes.layers):
             if model == "compressed":
                 after = (*after, written[layer])
-            yield from _reads(kind, layer, stored[model], rates, way, after)
+            yield from _reads(kind, layer, stored[model], rates, passes, after)
             after = yield from _passes(
                 kind,
                 "held-out",
                 layer,
-                held_out_seconds(flops, work, rates, way),
-                way.held_out_shards,
+                held_out_seconds(flops, work, rates, passes),
+                passes.held_out_shards,
                 after,
                 rates,
-                way,
+                passes,
                 first=first,
                 background=True,
             )
@@ -90,18 +90,18 @@ def verify_unit(layer: int, work: LayerWork, rates: Rates, after: str) -> Unit:
     return Unit(f"verify {layer}", "verify", verify_seconds(work, rates), (after,), f"digest {layer % DIGEST_THREADS}")
 
 
-def corrected_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:
+def corrected_units(work: LayerWork, rates: Rates, passes: PlannedPasses, after: tuple[str, ...]) -> Units:
     """Yield corrections, layer by layer:
 
     passes of both models to each point, sums of pairs, solves, and a last pass.
     """
     seconds = correction_seconds(work, rates) / CORRECTED
-    adding = pair_seconds(work, rates, way) / (CORRECTED - 1)
-    for layer in range(way.layers):
-        yield from _reads("correct", layer, work.weight_bytes, rates, way, after)
+    adding = pair_seconds(work, rates, passes) / (CORRECTED - 1)
+    for layer in range(passes.layers):
+        yield from _reads("correct", layer, work.weight_bytes, rates, passes, after)
         for step in range(CORRECTED):
             kind = f"correct {step}"
-            after = yield from _passes(kind, "correct", layer, seconds, way.shards, after, rates, way, "correct")
+            after = yield from _passes(kind, "correct", layer, seconds, passes.shards, after, rates, passes, "correct")
             if step < CORRECTED - 1:
                 yield Unit(f"pair sum {layer} {step}", "reduce", adding, after)
                 after = (f"pair sum {layer} {step}",)
@@ -114,33 +114,33 @@ def corrected_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, 
     return after
 
 
-def refined_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:
+def refined_units(work: LayerWork, rates: Rates, passes: PlannedPasses, after: tuple[str, ...]) -> Units:
     """Yield refinements, layer by layer: solves, a pass that stores targets, a training, and a pass to the end."""
     if work.refinement.independent:
-        return (yield from _apart_units(work, rates, way, after))
+        return (yield from _apart_units(work, rates, passes, after))
     seconds = work.refinement.passes / rates.products / 2
-    for layer in range(way.layers):
-        yield from _reads("correct", layer, work.weight_bytes, rates, way, after)
+    for layer in range(passes.layers):
+        yield from _reads("correct", layer, work.weight_bytes, rates, passes, after)
         names = tuple(f"solve {layer} {number}" for number in range(len(work.solves)))
         for name, solve in zip(names, work.solves, strict=True):
             yield Unit(name, "solve", solve_seconds(solve, rates), after)
         yield Unit(f"write {layer} draft", "write", work.written_bytes / rates.disk, names, "disk 0")
         after = (f"write {layer} draft",)
-        after = yield from _passes("targets", "refine", layer, seconds, way.shards, after, rates, way, "correct")
-        yield Unit(f"refine {layer}", "refine", work.refinement.training_seconds(rates, way.cached), after)
+        after = yield from _passes("targets", "refine", layer, seconds, passes.shards, after, rates, passes, "correct")
+        yield Unit(f"refine {layer}", "refine", work.refinement.training_seconds(rates, passes.cached), after)
         yield Unit(f"write {layer}", "write", work.written_bytes / rates.disk, (f"refine {layer}",), "disk 0")
         yield verify_unit(layer, work, rates, f"write {layer}")
         after = (f"write {layer}",)
-        after = yield from _passes("onward", "refine", layer, seconds, way.shards, after, rates, way, "correct")
+        after = yield from _passes("onward", "refine", layer, seconds, passes.shards, after, rates, passes, "correct")
     return after
 
 
-def _apart_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:
+def _apart_units(work: LayerWork, rates: Rates, passes: PlannedPasses, after: tuple[str, ...]) -> Units:
     """Yield refinements of as many layers at a time as there are workers: solves side by side, passes that store
     targets, and trainings side by side."""
     seconds = work.refinement.passes / rates.products
-    for first in range(0, way.layers, way.workers):
-        some, ended = range(first, min(first + way.workers, way.layers)), list[str]()
+    for first in range(0, passes.layers, passes.workers):
+        some, ended = range(first, min(first + passes.workers, passes.layers)), list[str]()
         for number, solve in enumerate(work.solves):
             for layer in some:
                 yield Unit(f"solve {layer} {number}", "solve", solve_seconds(solve, rates), after)
@@ -149,10 +149,12 @@ def _apart_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...
             yield Unit(f"write {layer} draft", "write", work.written_bytes / rates.disk, names, "disk 0")
         after = tuple(f"write {layer} draft" for layer in some)
         for layer in some:
-            yield from _reads("correct", layer, work.weight_bytes, rates, way, after)
-            after = yield from _passes("targets", "refine", layer, seconds, way.shards, after, rates, way, "correct")
+            yield from _reads("correct", layer, work.weight_bytes, rates, passes, after)
+            after = yield from _passes(
+                "targets", "refine", layer, seconds, passes.shards, after, rates, passes, "correct"
+            )
         for layer in some:
-            training = work.refinement.training_seconds(rates, way.cached)
+            training = work.refinement.training_seconds(rates, passes.cached)
             yield Unit(f"refine {layer}", "refine", training, after)
             yield Unit(f"write {layer}", "write", work.written_bytes / rates.disk, (f"refine {layer}",), "disk 0")
             yield verify_unit(layer, work, rates, f"write {layer}")
@@ -161,36 +163,40 @@ def _apart_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...
     return after
 
 
-def _gradients(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:
+def _gradients(work: LayerWork, rates: Rates, passes: PlannedPasses, after: tuple[str, ...]) -> Units:
     """Yield gradients of the layers in reverse; sums of one are added and stored while the next are computed."""
-    seconds, sums, ahead = gradient_seconds(work, rates), gradient_sums(work), 1 + way.workers // AHEAD
+    seconds, sums, ahead = gradient_seconds(work, rates), gradient_sums(work), 1 + passes.workers // AHEAD
     stored: list[str] = []
-    for layer in range(way.layers):  # counted from the last
+    for layer in range(passes.layers):  # counted from the last
         grids, added = f"gradient grids {layer}", f"gradient add {layer}"
-        yield from _reads("gradient", layer, work.weight_bytes, rates, way, after)
+        yield from _reads("gradient", layer, work.weight_bytes, rates, passes, after)
         waits = (*after, f"read gradient {layer} 0")
         yield Unit(grids, "gradient", gradient_grid_seconds(work, rates), waits)
-        passed = yield from _passes("gradient", "gradient", layer, seconds, way.gradient_shards, (grids,), rates, way)
-        collects = tuple(f"gradient collect {layer} {worker}" for worker in range(way.workers))
+        passed = yield from _passes(
+            "gradient", "gradient", layer, seconds, passes.gradient_shards, (grids,), rates, passes
+        )
+        collects = tuple(f"gradient collect {layer} {worker}" for worker in range(passes.workers))
         for worker, name in enumerate(collects):
             yield Unit(name, "collect", collect_seconds(sums, rates), passed, f"link {worker}")
-        yield Unit(added, "add", add_seconds(sums, rates, way), collects, "lanes")
+        yield Unit(added, "add", add_seconds(sums, rates, passes), collects, "lanes")
         stored.append(f"gradient store {layer}")
-        yield Unit(stored[-1], "store", store_seconds(sums, rates, way), (added,), f"disk {layer % way.nodes(rates)}")
+        yield Unit(
+            stored[-1], "store", store_seconds(sums, rates, passes), (added,), f"disk {layer % passes.nodes(rates)}"
+        )
         after = (*passed, stored[layer - ahead]) if layer >= ahead else passed
     return tuple(stored)
 
 
-def _curves(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:
+def _curves(work: LayerWork, rates: Rates, passes: PlannedPasses, after: tuple[str, ...]) -> Units:
     """Yield curves of as many layers at a time as there are workers; long ones are cut where workers would be idle."""
-    for first in range(0, way.layers, way.workers):
-        layers = range(first, min(first + way.workers, way.layers))
+    for first in range(0, passes.layers, passes.workers):
+        layers = range(first, min(first + passes.workers, passes.layers))
         long = len(layers) * sum(curve.pieces > 1 for curve in work.curves)
-        share = way.workers // long if long else 1
+        share = passes.workers // long if long else 1
         joined: list[str] = []
         ordered = sorted(enumerate(work.curves), key=lambda curve: -curve[1].pieces)  # the long ones first
         for (number, curve), layer in itertools.product(ordered, layers):
-            name, read = f"curve {layer} {number}", _reread(layer, work, rates, way)
+            name, read = f"curve {layer} {number}", _reread(layer, work, rates, passes)
             if share == 1 or curve.shared is None:
                 yield from read(name, after)
                 yield Unit(name, "curves", solve_seconds(curve, rates), (f"{name} reread",))
@@ -225,24 +231,28 @@ def _cut(
     yield Unit(name, "barrier", 0.0, names, f"barrier {name}")
 
 
-def _reread(layer: int, work: LayerWork, rates: Rates, way: Pass) -> Callable[[str, tuple[str, ...]], Iterator[Unit]]:
+def _reread(
+    layer: int, work: LayerWork, rates: Rates, passes: PlannedPasses
+) -> Callable[[str, tuple[str, ...]], Iterator[Unit]]:
     """Return a function that yields the read of a task's moments, from a node's memory or its disk."""
-    seconds = work.moment_bytes / max(1, len(work.curves)) / (rates.link if way.cached else rates.disk)
+    seconds = work.moment_bytes / max(1, len(work.curves)) / (rates.link if passes.cached else rates.disk)
 
     def read(name: str, after: tuple[str, ...]) -> Iterator[Unit]:
-        place = f"memory of {name}" if way.cached else f"disk {layer % way.nodes(rates)}"
+        place = f"memory of {name}" if passes.cached else f"disk {layer % passes.nodes(rates)}"
         yield Unit(f"{name} reread", "reread", seconds, after, place)
 
     return read
 
 
-def _reads(kind: str, layer: int, stored: int, rates: Rates, way: Pass, after: tuple[str, ...]) -> Iterator[Unit]:
+def _reads(
+    kind: str, layer: int, stored: int, rates: Rates, passes: PlannedPasses, after: tuple[str, ...]
+) -> Iterator[Unit]:
     """Yield the reads of a layer by each node, while the layer before is computed."""
-    for node in range(way.nodes(rates)):
+    for node in range(passes.nodes(rates)):
         waits = (f"{kind} barrier {layer - 2}",) if layer >= 2 and kind != "correct" else after
-        place = f"memory of node {node}" if way.cached else f"disk {node}"
+        place = f"memory of node {node}" if passes.cached else f"disk {node}"
         yield Unit(
-            f"read {kind} {layer} {node}", "read", stored / (rates.link if way.cached else rates.disk), waits, place
+            f"read {kind} {layer} {node}", "read", stored / (rates.link if passes.cached else rates.disk), waits, place
         )
 
 
@@ -254,7 +264,7 @@ def _passes(
     shards: int,
     after: tuple[str, ...],
     rates: Rates,
-    way: Pass,
+    passes: PlannedPasses,
     read: str | None = None,
     first: int = 0,
     background: bool = False,
@@ -262,7 +272,7 @@ def _passes(
     """Yield all shards of a layer, numbered from `first`, and a barrier."""
     names = tuple(f"{kind} {layer} {shard}" for shard in range(shards))
     for shard, name in enumerate(names):
-        node = shard % way.workers // rates.workers_per_node
+        node = shard % passes.workers // rates.workers_per_node
         waits = (*after, f"read {read or kind} {layer} {node}")
         yield Unit(name, phase, seconds / shards, waits, shard=first + shard, background=background)
     barrier = f"{kind} barrier {layer}"

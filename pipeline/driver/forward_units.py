@@ -15,7 +15,7 @@ from pipeline.methods.method import Moment
 from pipeline.units.units import Forward, Lineage, ShardDone, Unwritten
 
 
-class ForwardPass:
+class ForwardUnits:
     """Builds the forward units of one job from the records in its journal."""
 
     def __init__(self, job: Job, journal: Journal) -> None:

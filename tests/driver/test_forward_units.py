@@ -8,7 +8,7 @@ import pytest
 
 from manifests.entries import ActivationsEntry, DenseEntry, LayerEntry
 from manifests.records import FormSpec
-from pipeline.driver.forward_pass import ForwardPass, dense_entry, joined
+from pipeline.driver.forward_units import ForwardUnits, dense_entry, joined
 from pipeline.driver.job_spec import Job
 from pipeline.driver.ledger_keys import activations_key, dense_key, layer_key
 from pipeline.units.units import ShardDone
@@ -20,10 +20,10 @@ RECORDS = [
 ]
 
 
-def pass_of(**settings: Any) -> tuple[ForwardPass, MemoryJournal]:
+def units_of(**settings: Any) -> tuple[ForwardUnits, MemoryJournal]:
     """Return a pass of four layers and three shards, and its empty journal."""
     journal, job = MemoryJournal(World()), make_job(make_tasks(range(4)), **{"shards": 3, **settings})
-    return ForwardPass(job, journal), journal
+    return ForwardUnits(job, journal), journal
 
 
 def commit_layer(journal: MemoryJournal, layer: int) -> str:
@@ -33,7 +33,7 @@ def commit_layer(journal: MemoryJournal, layer: int) -> str:
 
 
 def test_every_shard_starts_from_its_own_record() -> None:
-    forwards, journal = pass_of()
+    forwards, journal = units_of()
     journal.commit(activations_key(1), ActivationsEntry(activations=tuple(RECORDS[:3])))
     units = forwards.units("compressed", 3, None, (), 1)
     assert [(unit.shard, unit.base, unit.base_record) for unit in units] == [
@@ -44,7 +44,7 @@ def test_every_shard_starts_from_its_own_record() -> None:
 
 
 def test_the_embeddings_have_no_record() -> None:
-    forwards, _ = pass_of()
+    forwards, _ = units_of()
     assert {unit.base_record for unit in forwards.units("dense", 2, None, (), 0)} == {None}
     assert forwards.activations("dense", 0) is None
     assert forwards.activations("compressed", 2) is None
@@ -53,7 +53,7 @@ def test_the_embeddings_have_no_record() -> None:
 @pytest.mark.parametrize("lineage", ["dense", "compressed"])
 def test_layers_between_the_records_and_the_layer_are_replayed(lineage: Any) -> None:
     """Compressed ones as they were written, where they are entered; a dense pass goes through dense layers."""
-    forwards, journal = pass_of()
+    forwards, journal = units_of()
     path = commit_layer(journal, 1)
     (first, *_) = forwards.units(lineage, 3, None, (), 0)
     found = [staged and staged.path for staged in first.replay]
@@ -62,7 +62,7 @@ def test_layers_between_the_records_and_the_layer_are_replayed(lineage: Any) -> 
 
 def test_a_pass_for_importance_has_the_records_of_its_shards() -> None:
     """An entry of fewer records than shards is of the shards on which importance is measured."""
-    forwards, journal = pass_of(importance_shards=(0, 2))
+    forwards, journal = units_of(importance_shards=(0, 2))
     journal.commit(dense_key(0), DenseEntry(cosine=(), statistics={}, activations=(RECORDS[0], RECORDS[1])))
     units = forwards.units("dense", 1, None, (), 1, cosine=True, shards=[0, 2])
     assert [unit.base_record for unit in units] == [RECORDS[0], RECORDS[1]]
@@ -72,20 +72,20 @@ def test_a_pass_for_importance_has_the_records_of_its_shards() -> None:
 
 
 def test_inputs_are_kept_for_the_backward_pass_alone() -> None:
-    forwards, _ = pass_of(gradient_shards=(1,))
+    forwards, _ = units_of(gradient_shards=(1,))
     assert [unit.keep_inputs for unit in forwards.units("dense", 1, None, (), 0, keep=True)] == [False, True, False]
     assert not any(unit.keep_inputs for unit in forwards.units("dense", 1, None, (), 0))
 
 
 @pytest.mark.parametrize(("layer", "emit", "ahead"), [(0, True, 1), (2, True, 3), (3, True, None), (0, False, None)])
 def test_the_next_layer_is_read_ahead_if_its_inputs_are_emitted(layer: int, emit: bool, ahead: int | None) -> None:
-    forwards, _ = pass_of()
+    forwards, _ = units_of()
     assert {unit.ahead for unit in forwards.units("dense", layer, None, (), 0, emit=emit)} == {ahead}
 
 
 def test_the_last_committed_layer() -> None:
     """Of each lineage: of the dense one, outputs of the layer before; an entry without hidden states does not count."""
-    forwards, journal = pass_of()
+    forwards, journal = units_of()
     assert forwards.last_committed("dense", 3) == forwards.last_committed("compressed", 3) == 0
     journal.commit(dense_key(1), DenseEntry(cosine=(), statistics={}, activations=tuple(RECORDS[:3])))
     journal.commit(dense_key(2), DenseEntry(cosine=(), statistics={}))
@@ -123,6 +123,6 @@ def test_the_entry_of_a_dense_pass() -> None:
 
 
 def test_a_job_of_one_shard() -> None:
-    forwards, _ = pass_of(shards=1)
+    forwards, _ = units_of(shards=1)
     assert isinstance(forwards.job, Job)
     assert [unit.key for unit in forwards.units("dense", 0, None, (), 0)] == ["forward/dense/0/0/dense"]

@@ -9,7 +9,7 @@ from pipeline.ranks.allocation import Budget
 
 
 @pytest.mark.parametrize(
-    ("keep", "total", "taken", "target"),
+    ("keep", "total", "taken", "limit"),
     [
         (0.29, 100, 0, 29),  # 28.999999999999996
         (0.57, 100, 0, 57),  # 56.99999999999999
@@ -23,14 +23,14 @@ from pipeline.ranks.allocation import Budget
         (1.0, 7, 0, 7),
     ],
 )
-def test_target(keep: float, total: int, taken: float, target: int) -> None:
-    assert Budget("budget.keep", keep, total, taken).target == target
+def test_limit(keep: float, total: int, taken: float, limit: int) -> None:
+    assert Budget("budget.keep", keep, total, taken).limit == limit
 
 
 def test_whole_shares_of_large_models_lose_nothing() -> None:
     for percent in range(1, 100):
         for total in (100, 6_738_415_600, 68_976_648_100, 405_853_388_800):
-            assert Budget("budget.keep", percent / 100, total, 0).target == percent * total // 100
+            assert Budget("budget.keep", percent / 100, total, 0).limit == percent * total // 100
 
 
 def test_parts_that_stay_dense_are_the_reason_for_a_least_size() -> None:
