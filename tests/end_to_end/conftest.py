@@ -100,7 +100,7 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shallow_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a random Llama: two layers, grouped heads, head_dim 16 at hidden size 48, several shards."""
     return factories.make_model(tmp_path_factory.mktemp("llama") / "source", num_hidden_layers=2)
 
@@ -109,6 +109,14 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def deep_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the same with three layers, for tests that need a layer which is neither the first nor the last."""
     return factories.make_model(tmp_path_factory.mktemp("llama") / "source")
+
+
+@pytest.fixture(scope="module")
+def llama(request: pytest.FixtureRequest) -> Path:
+    """Return the Llama of two layers, or of three in files that set `LAYERS` to three."""
+    deep = getattr(request.module, "LAYERS", 2) == 3
+    source: Path = request.getfixturevalue("deep_llama" if deep else "shallow_llama")
+    return source
 
 
 @pytest.fixture

@@ -16,16 +16,11 @@ from tests.end_to_end.jobs import Job, file_digests, load, logits_of, relative_e
 from tests.end_to_end.sources import FAMILIES, make_source
 from tests.workers.bench import flip
 
+LAYERS = 3  # of the fixture `llama`
 MakeJob = Callable[..., Job]
 LOSS: dict[str, Any] = {"methods": [{"method": "loss_aware"}], "calibration.propagate": "dense"}
-SHARDS, LAYERS, MOST_RUNS = 2, 3, 60
+SHARDS, MOST_RUNS = 2, 60
 SMALL = {"calibration.shards": 2, "calibration.samples": 8}
-
-
-@pytest.fixture(scope="module")
-def llama(deep_llama: Path) -> Path:
-    """Return a model of three layers."""
-    return deep_llama
 
 
 @pytest.fixture(scope="module")

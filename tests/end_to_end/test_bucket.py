@@ -21,14 +21,9 @@ from tests.end_to_end.children import Child
 from tests.end_to_end.jobs import Job, command
 from tests.faults import Proxy
 
+LAYERS = 3  # of the fixture `llama`
 MakeJob = Callable[..., Job]
 WRITES_IN_A_LIFE = 59
-
-
-@pytest.fixture(scope="module")
-def llama(deep_llama: Path) -> Path:
-    """Return a model of three layers."""
-    return deep_llama
 
 
 @pytest.fixture

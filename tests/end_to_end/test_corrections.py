@@ -14,6 +14,7 @@ from tests.end_to_end.children import Child, Hook, killed_again_and_again
 from tests.end_to_end.jobs import Job, file_digests, load, logits_of, relative_error, some_tokens
 from tests.end_to_end.sources import FAMILIES, make_source
 
+LAYERS = 3  # of the fixture `llama`
 MakeJob = Callable[..., Job]
 CORRECTED: dict[str, Any] = {
     "methods": [{"method": "loss_aware", "correct": "output"}],
@@ -21,14 +22,8 @@ CORRECTED: dict[str, Any] = {
     "budget.keep": 0.6,
 }
 ROUNDED = {**CORRECTED, "quantize": {"bits": 4, "group": None}}
-LAYERS, SHARDS, POINTS, MOST_RUNS = 3, 2, 4, 60
+SHARDS, POINTS, MOST_RUNS = 2, 4, 60
 SMALL = {"calibration.shards": 2, "calibration.samples": 8}
-
-
-@pytest.fixture(scope="module")
-def llama(deep_llama: Path) -> Path:
-    """Return a model of three layers."""
-    return deep_llama
 
 
 @pytest.fixture(scope="module")

@@ -22,13 +22,8 @@ from tools.soak.corruption import (
 )
 from tools.soak.damage import DAMAGES, EDITS, copy_job, damage
 
+LAYERS = 3  # of the fixture `llama`
 pytestmark = pytest.mark.usefixtures("inline")
-
-
-@pytest.fixture(scope="module")
-def llama(deep_llama: Path) -> Path:
-    """Return a model of three layers."""
-    return deep_llama
 
 
 @pytest.fixture(scope="module")

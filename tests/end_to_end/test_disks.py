@@ -16,6 +16,7 @@ from pipeline.job import heartbeat
 from tests.end_to_end.jobs import Ended, Job, file_digests, without_ray
 from tests.failing_disk import Fault, failing
 
+LAYERS = 3  # of the fixture `llama`
 MakeJob = Callable[..., Job]
 INDEX = "model.safetensors.index.json"
 # Where in a job (a part of the path), which of the operations there, what the disk says.
@@ -33,12 +34,6 @@ PLACES = [
     ("output/compression.json", 2, errno.ENOSPC),
     (f"output/{INDEX}", 1, errno.EIO),
 ]
-
-
-@pytest.fixture(scope="module")
-def llama(deep_llama: Path) -> Path:
-    """Return a model of three layers."""
-    return deep_llama
 
 
 @pytest.fixture(autouse=True)

@@ -27,15 +27,10 @@ from workers import cluster as cluster_module
 from workers.cluster import why_unplaceable
 from workers.pool import RayPool
 
+LAYERS = 3  # of the fixture `llama`
 pytestmark = pytest.mark.ray
 MakeJob = Callable[..., Job]
 WAIT_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def llama(deep_llama: Path) -> Path:
-    """Return a model of three layers."""
-    return deep_llama
 
 
 class Directed(RayPool):

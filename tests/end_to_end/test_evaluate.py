@@ -19,14 +19,9 @@ from tests.end_to_end.children import Child, Hook, wait_for
 from tests.end_to_end.jobs import FLAT_LLM, Job, command, load, logits_of, read_tensors
 from tests.end_to_end.sources import make_source
 
+LAYERS = 3  # of the fixture `llama`
 MakeJob = Callable[..., Job]
 WINDOW = 40
-
-
-@pytest.fixture(scope="module")
-def llama(deep_llama: Path) -> Path:
-    """Return a model of three layers."""
-    return deep_llama
 
 
 def perplexity(model: Any, tokenizer: Any, text: str, window: int, prefix: bool = True) -> tuple[float, int]:

@@ -18,13 +18,8 @@ from stores.source import INDEX_FILE
 from tests.end_to_end.jobs import Job, command, file_digests, without_ray
 from tools.soak.stored_cases import sign
 
+LAYERS = 3  # of the fixture `llama`
 MakeJob = Callable[..., Job]
-
-
-@pytest.fixture(scope="module")
-def llama(deep_llama: Path) -> Path:
-    """Return a model of three layers."""
-    return deep_llama
 
 
 @pytest.fixture(autouse=True)

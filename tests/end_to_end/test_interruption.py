@@ -22,16 +22,11 @@ from tests.end_to_end.jobs import FLAT_LLM, Job, command, file_digests, without_
 from tests.end_to_end.shared_ray import KeptPool
 from workers import pool_health
 
+LAYERS = 3  # of the fixture `llama`
 MakeJob = Callable[..., Job]
 SHARDS = 2
 INDEX = "model.safetensors.index.json"
 MOST_RUNS = 60
-
-
-@pytest.fixture(scope="module")
-def llama(deep_llama: Path) -> Path:
-    """Return a model of three layers."""
-    return deep_llama
 
 
 @pytest.fixture(scope="module")

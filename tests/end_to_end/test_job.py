@@ -42,6 +42,7 @@ from tests.end_to_end.jobs import (
 from tests.end_to_end.shared_ray import KeptPool
 from tests.end_to_end.sources import FAMILIES, densified, make_source
 
+LAYERS = 3  # of the fixture `llama`
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("shared_ray")]
 
 MakeJob = Callable[..., Job]
@@ -73,12 +74,6 @@ for path in models:
     with torch.no_grad():
         save_file({"logits": model(ids).logits.contiguous()}, path + "/outsider.logits")
 """
-
-
-@pytest.fixture(scope="module")
-def llama(deep_llama: Path) -> Path:
-    """Return a model of three layers."""
-    return deep_llama
 
 
 @pytest.fixture(scope="module")

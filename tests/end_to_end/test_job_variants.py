@@ -15,17 +15,12 @@ import pytest
 from tests.end_to_end.jobs import FLAT_LLM, Job, file_digests, without_ray
 from tests.end_to_end.sources import make_source
 
+LAYERS = 3  # of the fixture `llama`
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("shared_ray")]
 
 MakeJob = Callable[..., Job]
 UNEVEN = {"calibration.samples": 11, "calibration.shards": 3}  # 3, 4 and 4 samples, in micro-batches of 2
 SPILL = {"workers.activation_memory_gb": 1e-6}
-
-
-@pytest.fixture(scope="module")
-def llama(deep_llama: Path) -> Path:
-    """Return a model of three layers."""
-    return deep_llama
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from pipeline.families.registry import geometry_of, standard_config
 from tests import factories
 from tests.end_to_end.jobs import FLAT_LLM, Job, command, load, logits_of, read_tensors, relative_error, some_tokens
 
+LAYERS = 3  # of the fixture `llama`
 pytestmark = pytest.mark.usefixtures("inline")
 MakeJob = Callable[..., Job]
 
@@ -30,12 +31,6 @@ METHODS: dict[str, list[dict[str, Any]]] = {
     "lestd": [{"method": "lestd", "target": "both"}],
     "loss_aware": [{"method": "loss_aware", "widths": 3}],
 }
-
-
-@pytest.fixture(scope="module")
-def llama(deep_llama: Path) -> Path:
-    """Return a model of three layers."""
-    return deep_llama
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from pipeline.ranks.search import CLOSE
 from tests.end_to_end.children import Child, Hook
 from tests.end_to_end.jobs import Job, file_digests
 
+LAYERS = 3  # of the fixture `llama`
 MakeJob = Callable[..., Job]
 LIMIT = 0.05
 WITHIN: dict[str, Any] = {
@@ -21,12 +21,6 @@ WITHIN: dict[str, Any] = {
     "calibration.propagate": "dense",
     "budget": {"max_loss": LIMIT},
 }
-
-
-@pytest.fixture(scope="module")
-def llama(deep_llama: Path) -> Path:
-    """Return a model of three layers."""
-    return deep_llama
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from tests.end_to_end.jobs import Job, command, load, read_tensors
 
+LAYERS = 3  # of the fixture `llama`
 MakeJob = Callable[..., Job]
-
-
-@pytest.fixture(scope="module")
-def llama(deep_llama: Path) -> Path:
-    """Return a model of three layers."""
-    return deep_llama
 
 
 def with_config(llama: Path, directory: Path, **fields: Any) -> Path:

@@ -20,6 +20,7 @@ from tests.contrast import contrast
 from tests.end_to_end.jobs import Job, command
 from tests.sweeping.test_results import results
 
+LAYERS = 3  # of the fixture `llama`
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PHONE, DESKTOP = 360, 1280
 SAID = ("split", "scrolled", "hidden", "cut", "crossing")  # first, where something is wrong
@@ -60,12 +61,6 @@ onload = () => {
   document.getElementById("seen").textContent = JSON.stringify(Object.fromEntries(found));
 };
 """
-
-
-@pytest.fixture(scope="module")
-def llama(deep_llama: Path) -> Path:
-    """Return a model of three layers."""
-    return deep_llama
 
 
 def looked_at(pages: Mapping[str, tuple[str, int]], scheme: str, folder: Path) -> dict[str, Any]:

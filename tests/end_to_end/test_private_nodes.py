@@ -20,13 +20,8 @@ from tests.end_to_end.jobs import Job, command, file_digests
 from workers.config import WorkerConfig
 from workers.in_process_pool import InProcessPool
 
+LAYERS = 3  # of the fixture `llama`
 WINDOW = 40
-
-
-@pytest.fixture(scope="module")
-def llama(deep_llama: Path) -> Path:
-    """Return a model of three layers."""
-    return deep_llama
 
 
 @pytest.fixture

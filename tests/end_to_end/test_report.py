@@ -23,11 +23,7 @@ from stores.run_directory import RunDirectory
 from tests.end_to_end.jobs import Job, command, without_ray
 from tests.end_to_end.report_page import Page
 
-
-@pytest.fixture(scope="module")
-def llama(deep_llama: Path) -> Path:
-    """Return a model of three layers."""
-    return deep_llama
+LAYERS = 3  # of the fixture `llama`
 
 
 def report(job: Job) -> Page:

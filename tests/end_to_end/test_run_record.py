@@ -14,14 +14,9 @@ from tests.end_to_end.children import Child, Hook, wait_for
 from tests.end_to_end.jobs import Job, command
 from workers.worker import Worker
 
+LAYERS = 3  # of the fixture `llama`
 MakeJob = Callable[..., Job]
 pytestmark = pytest.mark.usefixtures("inline")
-
-
-@pytest.fixture(scope="module")
-def llama(deep_llama: Path) -> Path:
-    """Return a model of three layers."""
-    return deep_llama
 
 
 def ended(job: Job) -> dict[str, Any]:

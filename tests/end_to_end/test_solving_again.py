@@ -11,6 +11,7 @@ import pytest
 from tests.end_to_end.children import Child, Hook
 from tests.end_to_end.jobs import Job, file_digests
 
+LAYERS = 3  # of the fixture `llama`
 MakeJob = Callable[..., Job]
 DENSE = {"calibration.propagate": "dense"}
 METHODS = {
@@ -19,12 +20,6 @@ METHODS = {
     "lestd": {"method": "lestd", "weighting": "input"},
     "joint_rank_k": {"method": "joint_rank_k", "weighting": "input"},
 }
-
-
-@pytest.fixture(scope="module")
-def llama(deep_llama: Path) -> Path:
-    """Return a model of three layers."""
-    return deep_llama
 
 
 @pytest.mark.parametrize(

@@ -18,15 +18,10 @@ from manifests import VERSION
 from tests.end_to_end.clusters import free_port, head_node, private_node, ray_command
 from tests.end_to_end.jobs import Job, file_digests
 
+LAYERS = 3  # of the fixture `llama`
 pytestmark = pytest.mark.ray
 WAIT_S = 120.0
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def llama(deep_llama: Path) -> Path:
-    """Return a model of three layers."""
-    return deep_llama
 
 
 @pytest.fixture(scope="module")

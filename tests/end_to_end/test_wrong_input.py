@@ -21,15 +21,10 @@ from safetensors.torch import load_file, save_file
 from tests.end_to_end.jobs import FLAT_LLM, Ended, Job, command, file_digests
 from tests.end_to_end.sources import make_source
 
+LAYERS = 3  # of the fixture `llama`
 MakeJob = Callable[..., Job]
 INDEX = "model.safetensors.index.json"
 SECONDS = 10.0
-
-
-@pytest.fixture(scope="module")
-def llama(deep_llama: Path) -> Path:
-    """Return a model of three layers."""
-    return deep_llama
 
 
 @pytest.fixture
