@@ -247,8 +247,8 @@ class HealingCurve(Record):
 class HealingEntry(Record):
     """A healing in progress: its digest, and the folder of its last checkpoint in RUN_DIR.
 
-    `per_step`: windows of a step. `peak`: the largest learning rate. Both stay when other processes go on, or a version
-    with other defaults; None: of a version that did not enter them.
+    `per_step`: windows of a step. `peak`: the largest learning rate; `relative`: as a share of each tensor's magnitude.
+    They stay when other processes go on, or a version with other defaults. None: of a version that did not enter them.
     """
 
     of: Sha256
@@ -257,6 +257,7 @@ class HealingEntry(Record):
     curve: HealingCurve
     per_step: NonNegativeInt | None = None
     peak: float | None = None
+    relative: bool = False
 
 
 class HealedEntry(Record):

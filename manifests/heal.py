@@ -27,10 +27,11 @@ class Heal(Block):
     -m pipeline.heal RUN_DIR` adds it.
 
     `text`: what it is trained on; null: the calibration samples. `tokens`: how many of it; null: all. `epochs`: how
-    often each window is trained on. `learning_rate`: the largest; `auto` is 3e-5 at a hidden size of 576, 1e-4 for
-    rounded matrices, and falls with 1 / hidden size. `what`: `auto` trains factors, coefficients, refitted matrices,
-    norms and biases of compressed layers, and scales and levels of rounded ones; `codes` also chooses the codes of
-    rounded matrices again; `norms` trains norms and biases alone. Embeddings, heads and routers stay.
+    often each window is trained on. `learning_rate`: the largest, of all tensors; `auto` gives each tensor a share of
+    its mean magnitude, at a hidden size of 576 2e-4 of matrices and 4e-3 of scales, levels, norms and biases, less for
+    wider models. `what`: `auto` trains factors, coefficients, refitted matrices, norms and biases of compressed layers,
+    and scales and levels of rounded ones; `codes` also chooses the codes of rounded matrices again; `norms` trains
+    norms and biases alone. Embeddings, heads and routers stay.
     """
 
     text: Text | None = None

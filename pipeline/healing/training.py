@@ -22,24 +22,35 @@ from pipeline.healing.processes import Processes, local
 from pipeline.healing.stored_text import StoredText
 from pipeline.healing.student import Student
 from pipeline.kernels.teacher_rows import full_divergence, row_divergence
+from pipeline.rounding.schemes import LEVELS, PACKED, SCALE
 
 WARM_UP = 3  # steps
 BETAS = (0.9, 0.95)
 EVALUATIONS = 8
 MOST_SKIPPED = 10  # steps whose gradient is not finite
 BEST = "best/"  # of the names of best tensors in a checkpoint
-BASE_RATE, ROUNDED_RATE, BASE_WIDTH = 3e-5, 1e-4, 576  # measured on SmolLM2-135M
+BASE_RATE, FEW, BASE_WIDTH = 2e-4, 20.0, 576  # of matrices, more of tensors with few numbers; measured on SmolLM2-135M
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steps of a training, and its largest rate."""
+    """The steps of a training, and its largest rate.
+
+    `relative`: `peak` is a share of each matrix's mean magnitude at the start, and `FEW` times this share of other
+    tensors'; without it, `peak` is the rate of all tensors.
+    """
 
     windows: int
     per_step: int
     epochs: int
     peak: float
     seed: int
+    relative: bool = False
+
+    @property
+    def said_peak(self) -> str:
+        """Return the largest rate for messages."""
+        return f"{self.peak:.3g}{' of each magnitude' if self.relative else ''}"
 
     @property
     def steps(self) -> int:
@@ -69,11 +80,13 @@ class Schedule:
         return order
 
 
-def default_rate(hidden: int, rounded: bool) -> float:
-    """Return the rate of `learning_rate: auto`: that of a width that was measured, by the rule of maximal update
-    parametrisation (arXiv 2203.03466, table 8: Adam's rate of hidden matrices is proportional to 1 / width). `rounded`:
-    scales train in place of matrices, few numbers, whose noise adds up to less."""
-    return (ROUNDED_RATE if rounded else BASE_RATE) * BASE_WIDTH / hidden
+def default_rate(hidden: int) -> float:
+    """Return the rate of `learning_rate: auto`, a share of each matrix's mean magnitude.
+
+    It is that of a measured width, by the rule of maximal update parametrisation (arXiv 2203.03466, table 8): Adam's
+    rate of hidden matrices is proportional to 1 / width, and their numbers to 1 / sqrt(width).
+    """
+    return BASE_RATE * math.sqrt(BASE_WIDTH / hidden)
 
 
 @dataclass
@@ -101,7 +114,9 @@ class Training:
         self.text = text
         self.schedule = schedule
         self.say = say
-        self.optimizer = torch.optim.AdamW(student.trained.values(), lr=0.0, betas=BETAS, weight_decay=0.0)
+        sizes = tensor_rates(student.trained, processes) if schedule.relative else dict.fromkeys(student.trained, 1.0)
+        groups = [{"params": [each], "size": sizes[name]} for name, each in student.trained.items()]
+        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=BETAS, weight_decay=0.0)
         self.progress = Progress(0, HealingCurve(), {})
         self.loss = math.nan  # of the last step
 
@@ -144,7 +159,7 @@ class Training:
     def _step(self) -> None:
         step, curve = self.progress.step, self.progress.curve
         for group in self.optimizer.param_groups:
-            group["lr"] = self.schedule.rate(step)
+            group["lr"] = self.schedule.rate(step) * group["size"]
         self.loss = self._gradients(self.schedule.windows_of(step))
         if self._is_finite():
             self.optimizer.step()
@@ -154,7 +169,7 @@ class Training:
             if curve.skipped >= MOST_SKIPPED:
                 raise NumericsError(
                     f"heal: the gradients of {curve.skipped} steps were NaN or infinite; lower heal.learning_rate "
-                    f"({self.schedule.peak:.3g}), or leave out heal; OUTPUT is as it was"
+                    f"({self.schedule.said_peak}), or leave out heal; OUTPUT is as it was"
                 )
         self.optimizer.zero_grad(set_to_none=True)
         self.progress = Progress(step + 1, curve, self.progress.best)
@@ -217,3 +232,20 @@ class Training:
         return self.processes.total(total) / (
             self.text.sizes.held_out * (self.text.sizes.length - self.text.sizes.unscored)
         )
+
+
+def tensor_rates(trained: Mapping[str, Tensor], processes: Processes) -> dict[str, float]:
+    """Return the rate of each tensor, as a multiple of that of a matrix whose mean magnitude is 1. Zeros have the
+    magnitude of the smallest other tensor.
+
+    Scales, levels, norms and biases are few numbers, so that the noise of their gradients adds up to less. Latent
+    weights of codes have to reach the next level.
+    """
+    magnitudes = {}
+    for name, tensor in trained.items():
+        part = local(tensor.detach())
+        total, count = float(part.abs().sum(dtype=torch.float64)), float(part.numel())
+        magnitudes[name] = processes.total(total) / processes.total(count)
+    least = min((size for size in magnitudes.values() if size > 0), default=1.0)
+    few = {name for name, tensor in trained.items() if tensor.ndim == 1 or name.endswith((SCALE, LEVELS, PACKED))}
+    return {name: (size or least) * (FEW if name in few else 1.0) for name, size in magnitudes.items()}

@@ -154,6 +154,7 @@ class _Process:
                     curve=progress.curve,
                     per_step=self.task.schedule.per_step,
                     peak=self.task.schedule.peak,
+                    relative=self.task.schedule.relative,
                 )
             )
 

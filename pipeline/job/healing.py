@@ -250,16 +250,17 @@ def _trained(
     settings, tokens, workers = healing.settings, healing.tokens, _process_resources(job)
     held_out, unscored = len(tokens.held_out), max(1, len(tokens.prefix))
     sizes = TextSizes(len(tokens.trained), held_out, tokens.trained.shape[1], unscored)
-    asked, rounded = settings.learning_rate, job.manifest.quantize is not None
+    asked = settings.learning_rate
     processes = 1 if job.in_process else _processes(job)
     schedule = Schedule(
         windows=sizes.trained,
         per_step=step_windows(sizes.trained, sizes.length, settings.epochs, processes),
         epochs=settings.epochs,
-        peak=default_rate(job.inputs.geometry.hidden, rounded) if asked == "auto" else asked,
+        peak=default_rate(job.inputs.geometry.hidden) if asked == "auto" else asked,
         seed=job.manifest.seed,
+        relative=asked == "auto",
     )
-    if begun := _begun(job, healing):
+    if begun := _begun(job, healing, schedule.relative):
         schedule = replace(schedule, per_step=begun.per_step or schedule.per_step, peak=begun.peak or schedule.peak)
     with _student_folder(job) as (folder, compression):
         names = trained_tensors(job, compression, settings)
@@ -280,7 +281,7 @@ def _trained(
         job.observer.stage("heal")
         job.observer.say(
             f"heal: {numbers:,} numbers, {schedule.steps} steps on {sizes.tokens:,} tokens, learning rate "
-            f"{schedule.peak:.3g}, processes: {processes}"
+            f"{schedule.said_peak}, processes: {processes}"
         )
         entry = _checkpoint_at_the_end(job, task, processes)
         layers, trained = _staged(job, folder, entry.folder, names) if entry.curve.best else ({}, ())
@@ -308,10 +309,10 @@ def _figures(healing: Healing, task: TrainingTask, entry: HealingEntry, numbers:
     }
 
 
-def _begun(job: JobContext, healing: Healing) -> HealingEntry | None:
-    """Return the last checkpoint of this healing; retract that of another one."""
+def _begun(job: JobContext, healing: Healing, relative: bool) -> HealingEntry | None:
+    """Return the last checkpoint of this healing; retract that of another one, or with other kinds of rates."""
     entered = job.ledger.get(HEALING)
-    if entered is None or entered.of == healing.of:
+    if entered is None or (entered.of == healing.of and (entered.relative or not relative)):
         return entered
     job.ledger.retract(HEALING)
     return None

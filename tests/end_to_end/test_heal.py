@@ -163,7 +163,7 @@ def test_a_healing_that_has_begun_keeps_its_rate(healed: Job, monkeypatch: pytes
     ended = command("heal", str(healed.run_dir), "--set", "heal.epochs=2")
     assert ended.code == 0, ended.err
     assert "resuming behind step 2 of 4" in ended.err
-    first, second = (each.err.partition("learning rate ")[2].partition(",")[0] for each in (begun, ended))
+    first, second = (each.err.partition("learning rate ")[2].partition(" of")[0] for each in (begun, ended))
     assert float(first) == float(second) < 0.01
 
 

@@ -1,0 +1,41 @@
+"""Learning rates of a healing: relative to the tensors, by their kind and by the model's width."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeline.healing.processes import Processes
+from pipeline.healing.training import BASE_RATE, FEW, default_rate, tensor_rates
+
+
+def test_a_rate_follows_the_magnitude_and_the_kind_of_a_tensor() -> None:
+    matrix, scales = torch.tensor([[0.3, -0.1], [0.0, 0.4]]), torch.tensor([[0.02], [-0.04]])
+    trained = {
+        "up.rows.weight": matrix,
+        "down.weight": 10 * matrix,
+        "gate.weight_scale": scales,
+        "norm.weight": torch.tensor([2.0, 4.0]),
+        "q.bias": torch.zeros(3),
+        "gate.weight_levels": torch.tensor([-1.0, 0.0, 1.0]),
+        "gate.weight_packed": matrix,
+    }
+    expected = {
+        "up.rows.weight": 0.2,
+        "down.weight": 2.0,
+        "gate.weight_scale": FEW * 0.03,
+        "norm.weight": FEW * 3.0,
+        "q.bias": FEW * 0.03,
+        "gate.weight_levels": FEW * 2 / 3,
+        "gate.weight_packed": FEW * 0.2,
+    }
+    assert tensor_rates(trained, Processes()) == pytest.approx(expected)
+
+
+def test_zeros_alone_have_a_rate() -> None:
+    assert tensor_rates({"q.bias": torch.zeros(3)}, Processes()) == {"q.bias": FEW}
+
+
+def test_the_default_rate_falls_with_the_width() -> None:
+    assert default_rate(576) == BASE_RATE
+    assert default_rate(4 * 576) == pytest.approx(BASE_RATE / 2)
