@@ -30,7 +30,8 @@ from tests.end_to_end.clusters import head_node, loopback, private_node
 from tests.end_to_end.jobs import Job, command, file_digests, read_tensors, without_ray
 
 WAIT_S = 300.0
-SETTINGS = ("--set", "heal.epochs=8", "--set", "heal.learning_rate=0.003")
+AUTO = ("--set", "heal.epochs=8")
+SETTINGS = (*AUTO, "--set", "heal.learning_rate=0.003")
 
 
 def small_steps() -> None:
@@ -139,11 +140,11 @@ def test_two_processes_heal_as_one_does(solved: Job, tmp_path: Path, monkeypatch
 
     small_steps_of(monkeypatch)
     with without_ray():
-        assert command("heal", str(solved.run_dir), *SETTINGS).code == 0
+        assert command("heal", str(solved.run_dir), *AUTO).code == 0
         one, figures = read_tensors(solved.output), solved.compression()["healed"]
         solved.put_back()
         monkeypatch.setattr(pipeline.healing.training_process, "train", train_two)
-        assert command("heal", str(solved.run_dir), *SETTINGS).code == 0
+        assert command("heal", str(solved.run_dir), *AUTO).code == 0
     assert not (solved.run_dir / "healing").exists()
     assert_close(solved, one, figures)
 
