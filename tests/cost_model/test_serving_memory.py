@@ -9,6 +9,7 @@ import pytest
 from manifests.engines import Engine
 from manifests.fit import DEVICES, Fit
 from manifests.loading import parse_manifest
+from manifests.quantize import Quantize
 from pipeline.cost_model.serving_memory import ENGINES, cached_tokens, serving_memory
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.registry import build_methods
@@ -66,3 +67,37 @@ def test_a_forward_pass_takes_all_prompts_or_as_many_tokens_as_the_engine_does()
     assert activations("transformers", 10**5) > 9 * activations("transformers", 10**4)
     assert activations("vllm", 10**5) == activations("vllm", 10**4)
     assert {*ENGINES} == {(engine, device) for engine in get_args(Engine) for device in DEVICES}
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "quantize", "copied"),
+    [
+        ("llama.cpp", "cpu", {"bits": 4}, 1000),
+        ("llama.cpp", "cpu", {"bits": 4, "what": "all"}, 1000 + GEOMETRY.model_bytes() - GEOMETRY.decoder_bytes()),
+        ("llama.cpp", "cpu", {"bits": 8}, 0),
+        ("llama.cpp", "gpu", {"bits": 4}, 0),
+        ("transformers", "cpu", {"bits": 4, "levels": "normal"}, 0),
+    ],
+)
+def test_llama_cpp_holds_codes_of_4_bits_twice_on_a_cpu(
+    engine: Any, device: Any, quantize: dict[str, Any], copied: int
+) -> None:
+    fit = Fit(memory=10**9, context=10, sequences=2, engine=engine, device=device)
+    memory = serving_memory(fit, CONFIG, GEOMETRY, (), Quantize(**quantize))
+    weights = GEOMETRY.model_bytes() - GEOMETRY.decoder_bytes() + 1000
+    assert memory.report(weights)["copies"] == copied
+    enough = serving_memory(
+        Fit(**{**fit.model_dump(), "memory": memory.needed(weights)}), CONFIG, GEOMETRY, (), Quantize(**quantize)
+    )
+    assert weights <= enough.weight_bytes <= weights + 1
+
+
+def test_a_vocabulary_takes_memory_beside_its_rows_of_logits() -> None:
+    def beside(engine: Any, vocab: int, sequences: int) -> int:
+        geometry = geometry_of({**CONFIG, "vocab_size": vocab}, 16)
+        fit = Fit(memory=1, context=1, sequences=sequences, engine=engine, device="cpu")
+        memory = serving_memory(fit, CONFIG, geometry, ())
+        return memory.beside_weights
+
+    logit, token = ENGINES["llama.cpp", "cpu"].logit_bytes, ENGINES["llama.cpp", "cpu"].token_bytes
+    assert beside("llama.cpp", 5000, 3) - beside("llama.cpp", 1000, 3) == 4000 * (3 * logit + token)
