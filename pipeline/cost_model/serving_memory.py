@@ -35,6 +35,7 @@ class EngineMemory:
         source: of these figures.
         token_bytes: of each token of the vocabulary, whose text its processes hold.
         copied_bits: of codes that it holds a second time, rearranged for its kernels.
+        copies_head: it holds the output embedding a second time, likewise.
     """
 
     share: float
@@ -46,13 +47,14 @@ class EngineMemory:
     source: str
     token_bytes: int = 0
     copied_bits: frozenset[int] = frozenset()
+    copies_head: bool = False
 
 
 # One row for each engine and device; docs/plan.md#fit says where each figure is from.
 ENGINES: Mapping[tuple[Engine, Device], EngineMemory] = {
     ("transformers", "cpu"): EngineMemory(1.0, 440 * MIB, None, None, None, 8, "measured"),
     ("transformers", "gpu"): EngineMemory(0.95, 600 * MIB, None, None, None, 8, "assumed"),
-    ("vllm", "cpu"): EngineMemory(1.0, 1940 * MIB, 4096, None, 256, 8, "measured"),
+    ("vllm", "cpu"): EngineMemory(1.0, 1790 * MIB, 2048, None, None, 8, "measured", 2450, copies_head=True),
     ("vllm", "gpu"): EngineMemory(0.92, 800 * MIB, 8192, None, 256, 8, "from its documents"),
     ("llama.cpp", "cpu"): EngineMemory(1.0, 38 * MIB, 512, 16, None, 20, "measured", 300, frozenset({4})),
     ("llama.cpp", "gpu"): EngineMemory(0.97, 500 * MIB, 512, 16, 512, 4, "from its documents"),
@@ -129,11 +131,12 @@ def serving_memory(
     at_once = tokens if engine.tokens is None else min(tokens, engine.tokens)
     rows = fit.sequences if engine.logit_rows is None else engine.logit_rows
     numbers = max(live_numbers(layer) for layer in geometry.layers)
+    head = geometry.vocab * geometry.hidden * geometry.bits // 8 if engine.copies_head else 0
     return ServingMemory(
         fit,
         math.ceil(cached * (engine.cache_bits or geometry.bits) / 8),
         math.ceil(at_once * numbers * geometry.bits / 8) + rows * geometry.vocab * engine.logit_bytes,
-        engine.process_bytes + engine.token_bytes * geometry.vocab,
+        engine.process_bytes + engine.token_bytes * geometry.vocab + head,
         engine.share,
         engine.source,
         _single_bytes(engine, geometry, quantize),

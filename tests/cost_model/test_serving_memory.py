@@ -92,12 +92,13 @@ def test_llama_cpp_holds_codes_of_4_bits_twice_on_a_cpu(
     assert weights <= enough.weight_bytes <= weights + 1
 
 
-def test_a_vocabulary_takes_memory_beside_its_rows_of_logits() -> None:
-    def beside(engine: Any, vocab: int, sequences: int) -> int:
-        geometry = geometry_of({**CONFIG, "vocab_size": vocab}, 16)
-        fit = Fit(memory=1, context=1, sequences=sequences, engine=engine, device="cpu")
-        memory = serving_memory(fit, CONFIG, geometry, ())
-        return memory.beside_weights
+@pytest.mark.parametrize(("engine", "head"), [("llama.cpp", 0), ("vllm", 2 * GEOMETRY.hidden)])
+def test_a_vocabulary_takes_memory_beside_its_weights(engine: Any, head: int) -> None:
+    """Of its text, its rows of logits, and in vLLM of the packed head."""
 
-    logit, token = ENGINES["llama.cpp", "cpu"].logit_bytes, ENGINES["llama.cpp", "cpu"].token_bytes
-    assert beside("llama.cpp", 5000, 3) - beside("llama.cpp", 1000, 3) == 4000 * (3 * logit + token)
+    def beside(vocab: int) -> int:
+        fit = Fit(memory=1, context=1, sequences=3, engine=engine, device="cpu")
+        return serving_memory(fit, CONFIG, geometry_of({**CONFIG, "vocab_size": vocab}, 16), ()).beside_weights
+
+    rule = ENGINES[engine, "cpu"]
+    assert beside(5000) - beside(1000) == 4000 * (3 * rule.logit_bytes + rule.token_bytes + head)

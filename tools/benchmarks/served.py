@@ -313,7 +313,7 @@ def predicted(folder: str, engine: Engine, weights: int, options: Any, cache_bit
     """
     config = json.loads(Path(folder, "config.json").read_text())
     config = config if config["model_type"] == "lamina" else standard_config(config)
-    context = PROMPT + options.new + 1 if engine == "transformers" else LIMIT
+    context = LIMIT if engine == "llama.cpp" else PROMPT + options.new + 1
     fit = Fit(memory=1, context=context, sequences=AT_ONCE, engine=engine, device="cpu")
     memory = serving_memory(fit, config, geometry_of(config, BITS[options.dtype]), ())
     cache = CACHE_GIB * 2**30 if engine == "vllm" else memory.cache_bytes
