@@ -11,6 +11,7 @@ from lamina.configuration_lamina import tensor_parallel_plan
 from lamina.stored_lamina import FIELD as STORED_FORMATS
 from lamina.vllm_lamina import foreign_rotation, unlike_experts, vllm_lacks
 from manifests.engines import FAST_BITS
+from manifests.methods import MLA
 from pipeline.checkpoint.expert_codes import code_faults
 from pipeline.checkpoint.nf4 import is_nf4
 from pipeline.checkpoint.targets import counted, expert_widths, export_faults, is_mixture, mlp_widths
@@ -21,6 +22,7 @@ from pipeline.rounding.schemes import FIELD, TABLES
 NO_CACHE = "nothing of the cache"
 NOT_SERVED = "not served"
 ENGINE_WIDTH = 128  # channels of an expert in a block of fused kernels
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # numbers of a head in vLLM's kernels for CPUs
 
 
 def engine_table(config: Mapping[str, Any], cache_share: float) -> str:
@@ -63,6 +65,8 @@ def _ordinary_table(config: Mapping[str, Any], cache_share: float) -> str:
     """Return the table of an ordinary checkpoint, whose class engines have."""
     cache = f"{1 - cache_share:.0%} of the cache"
     serve = "`vllm serve PATH`; on a CPU `VLLM_MLA_DISABLE=1`, which caches whole heads"
+    if (width := config.get("qk_head_dim", CPU_HEADS[0])) not in CPU_HEADS:
+        serve = f"`vllm serve PATH`; on a GPU alone, as there is no kernel for heads of {width} numbers on a CPU"
     rows = [("engine", "how", "savings"), ("---", "---", "---"), ("transformers, 5.14 or newer", "as above", cache)]
     return _table([*rows, ("vLLM", serve, cache)])
 
@@ -88,13 +92,24 @@ def planned_lines(inputs: Inputs) -> list[str]:
         return [
             "serves transformers, vLLM (an ordinary model of the DeepSeek type)",
             "not    llama.cpp: export writes no GGUF file of an ordinary model of the DeepSeek type",
-            "less   vllm: caches whole heads on a CPU",
+            f"less   vllm: caches whole heads on a CPU{_without_kernel(inputs)}",
         ]
     config = planned_config(inputs)
     refusals = planned_refusals(config, stays_stored)
     lines = [f"serves {', '.join(planned_engines(config, stays_stored))}"]
     lines += [f"not    {engine}: {reason}" for engine, reason in refusals.items()]
     return [*lines, *(f"less   {engine}: {why}" for engine, why in _lost(inputs).items() if engine not in refusals)]
+
+
+def _without_kernel(inputs: Inputs) -> str:
+    """Return which rotated dimensions of `mla` vLLM has kernels for on a CPU, unless the entry gives some of them."""
+    head_dim = inputs.geometry.layers[0].attention.head_dim
+    ropes = [width - head_dim for width in CPU_HEADS if head_dim < width <= 2 * head_dim]
+    given = [entry.rope for entry in inputs.manifest.methods if isinstance(entry, MLA)]
+    if not ropes or {*given} <= {*ropes}:
+        return ""
+    listed = " or ".join(map(str, ropes))
+    return f", where it has kernels for heads of {head_dim} + {listed} numbers: give one of these as `rope`"
 
 
 def planned_config(inputs: Inputs) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from manifests.engines import Engine
 from manifests.fit import Device, Fit
+from manifests.quantize import Quantize
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.base import Method
@@ -32,6 +33,9 @@ class EngineMemory:
         logit_rows: rows of the vocabulary in a forward pass; None: one for each sequence.
         logit_bytes: bytes of each number of these rows.
         source: the origin of these figures.
+        token_bytes: bytes of each token of the vocabulary, whose text its processes hold.
+        copied_bits: bits of the codes that it holds a second time, rearranged for its kernels.
+        copies_head: it holds the output embedding a second time, likewise.
     """
 
     share: float
@@ -41,15 +45,18 @@ class EngineMemory:
     logit_rows: int | None
     logit_bytes: int
     source: str
+    token_bytes: int = 0
+    copied_bits: frozenset[int] = frozenset()
+    copies_head: bool = False
 
 
 # One row for each engine and device; docs/plan.md#fit says where each figure is from.
 ENGINES: Mapping[tuple[Engine, Device], EngineMemory] = {
     ("transformers", "cpu"): EngineMemory(1.0, 440 * MIB, None, None, None, 8, "measured"),
     ("transformers", "gpu"): EngineMemory(0.95, 600 * MIB, None, None, None, 8, "assumed"),
-    ("vllm", "cpu"): EngineMemory(1.0, 1940 * MIB, 4096, None, 256, 8, "measured"),
+    ("vllm", "cpu"): EngineMemory(1.0, 1790 * MIB, 2048, None, None, 8, "measured", 2450, copies_head=True),
     ("vllm", "gpu"): EngineMemory(0.92, 800 * MIB, 8192, None, 256, 8, "from its documents"),
-    ("llama.cpp", "cpu"): EngineMemory(1.0, 100 * MIB, 512, 16, None, 4, "measured"),
+    ("llama.cpp", "cpu"): EngineMemory(1.0, 38 * MIB, 512, 16, None, 20, "measured", 300, frozenset({4})),
     ("llama.cpp", "gpu"): EngineMemory(0.97, 500 * MIB, 512, 16, 512, 4, "from its documents"),
 }
 
@@ -61,6 +68,8 @@ class ServingMemory:
     Attributes:
         share: the share of the memory that the engine takes.
         source: the origin of the engine's figures.
+        single_bytes: bytes of the weights that the engine holds once, where it holds others twice; None: all are held
+            once.
     """
 
     fit: Fit
@@ -69,6 +78,7 @@ class ServingMemory:
     engine_bytes: int
     share: float
     source: str
+    single_bytes: int | None = None
 
     @property
     def beside_weights(self) -> int:
@@ -78,17 +88,23 @@ class ServingMemory:
     @property
     def weight_bytes(self) -> int:
         """The bytes that weights may take; negative if the rest does not fit."""
-        return math.floor(self.fit.memory * self.share) - self.beside_weights
+        held = math.floor(self.fit.memory * self.share) - self.beside_weights
+        return held if self.single_bytes is None or held < self.single_bytes else (held + self.single_bytes) // 2
+
+    def copied_bytes(self, weight_bytes: float) -> int:
+        """Return the bytes of second copies, with weights of this size."""
+        return 0 if self.single_bytes is None else max(0, math.ceil(weight_bytes) - self.single_bytes)
 
     def needed(self, weight_bytes: float) -> int:
         """Return the smallest memory in which weights of this size can be served."""
-        return math.ceil((weight_bytes + self.beside_weights) / self.share)
+        return math.ceil((weight_bytes + self.copied_bytes(weight_bytes) + self.beside_weights) / self.share)
 
     def report(self, weight_bytes: int) -> dict[str, Any]:
         """Return the sum with weights of this size, as JSON. The overhead includes what the engine leaves unused."""
         unused = self.fit.memory - math.floor(self.fit.memory * self.share)
         parts = {
             "weights": weight_bytes,
+            "copies": self.copied_bytes(weight_bytes),
             "cache": self.cache_bytes,
             "activations": self.activation_bytes,
             "overhead": self.engine_bytes + unused,
@@ -97,7 +113,11 @@ class ServingMemory:
 
 
 def serving_memory(
-    fit: Fit, config: Mapping[str, Any], geometry: Geometry, methods: Sequence[Method[Any]]
+    fit: Fit,
+    config: Mapping[str, Any],
+    geometry: Geometry,
+    methods: Sequence[Method[Any]],
+    quantize: Quantize | None = None,
 ) -> ServingMemory:
     """Return the memory beside the weights of a model compressed by these methods. `config`: the standard one.
 
@@ -112,14 +132,23 @@ def serving_memory(
     at_once = tokens if engine.tokens is None else min(tokens, engine.tokens)
     rows = fit.sequences if engine.logit_rows is None else engine.logit_rows
     numbers = max(live_numbers(layer) for layer in geometry.layers)
+    head = geometry.vocab * geometry.hidden * geometry.bits // 8 if engine.copies_head else 0
     return ServingMemory(
         fit,
         math.ceil(cached * (engine.cache_bits or geometry.bits) / 8),
         math.ceil(at_once * numbers * geometry.bits / 8) + rows * geometry.vocab * engine.logit_bytes,
-        engine.process_bytes,
+        engine.process_bytes + engine.token_bytes * geometry.vocab + head,
         engine.share,
         engine.source,
+        _single_bytes(engine, geometry, quantize),
     )
+
+
+def _single_bytes(engine: EngineMemory, geometry: Geometry, quantize: Quantize | None) -> int | None:
+    """Return the bytes of the weights that the engine holds once; None if it holds no others."""
+    if quantize is None or engine.copied_bits.isdisjoint(quantize.choices):
+        return None
+    return 0 if quantize.outer_roles else geometry.model_bytes() - geometry.decoder_bytes()
 
 
 def cached_numbers(fit: Fit, geometry: Geometry, methods: Sequence[Method[Any]]) -> dict[int, float]:

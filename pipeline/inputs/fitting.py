@@ -57,7 +57,7 @@ def resolve_fit(
     if faults := [*_unheld(fit, manifest, geometry)]:
         raise InputError("budget.fit: " + "; ".join(faults))
     check(_with_bytes(manifest, 1.0))  # finds faults other than the size
-    memory = serving_memory(fit, config, geometry, build_methods(manifest))
+    memory = serving_memory(fit, config, geometry, build_methods(manifest), manifest.quantize)
     outside, scope_bytes = _outside(manifest, geometry, source_bytes), _scope_bytes(manifest, geometry)
     share = _share(memory.weight_bytes - outside, scope_bytes)
     reaches = partial(_reaches, manifest, check)
@@ -190,10 +190,11 @@ def _message(memory: ServingMemory, least: float) -> str:
     fit = memory.fit
     sequences = f"{fit.sequences} sequence{'s' if fit.sequences > 1 else ''} of {fit.context:,} tokens"
     share = f" of which it takes {memory.share:.0%}," if memory.share < 1 else ""
-    smallest = shown_bytes(memory.needed(least), up=True)
+    smallest, copied = shown_bytes(memory.needed(least), up=True), memory.copied_bytes(least)
+    copies = f", its second copy of their codes {shown_bytes(copied)}" if copied else ""
     return (
         f"budget.fit: {memory_text(fit.memory)} are too little for {fit.engine} on a {fit.device.upper()},{share} with "
-        f"{sequences}: weights take at least {shown_bytes(least)} with these methods, the cache "
+        f"{sequences}: weights take at least {shown_bytes(least)} with these methods{copies}, the cache "
         f"{shown_bytes(memory.cache_bytes)}, activations {shown_bytes(memory.activation_bytes)}, the engine itself "
         f"{shown_bytes(memory.engine_bytes)}; the smallest memory that would do: {smallest}; or give a shorter "
         "context, fewer sequences, fewer bits, or a method for the cache"

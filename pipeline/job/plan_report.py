@@ -306,9 +306,8 @@ def _beyond_the_object_store(plan: Mapping[str, Any]) -> list[str]:
 
 def serving_line(serving: Mapping[str, Any]) -> str:
     """Return a line that adds up the memory of serving, for a job with `budget.fit`."""
-    parts = " + ".join(
-        f"{name} {shown_bytes(serving[name])}" for name in ("weights", "cache", "activations", "overhead")
-    )
+    names = ("weights", *(["copies"] if serving["copies"] else []), "cache", "activations", "overhead")
+    parts = " + ".join(f"{name} {shown_bytes(serving[name])}" for name in names)
     sequences = f"{serving['sequences']} sequence{'s' if serving['sequences'] > 1 else ''}"
     return (
         f"{parts} = {shown_bytes(serving['total'])} of {memory_text(serving['memory'])}, {serving['engine']} on a "

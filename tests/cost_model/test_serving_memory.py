@@ -9,6 +9,7 @@ import pytest
 from manifests.engines import Engine
 from manifests.fit import DEVICES, Fit
 from manifests.loading import parse_manifest
+from manifests.quantize import Quantize
 from pipeline.cost_model.serving_memory import ENGINES, cached_tokens, serving_memory
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.registry import build_methods
@@ -66,3 +67,38 @@ def test_a_forward_pass_takes_all_prompts_or_as_many_tokens_as_the_engine_does()
     assert activations("transformers", 10**5) > 9 * activations("transformers", 10**4)
     assert activations("vllm", 10**5) == activations("vllm", 10**4)
     assert {*ENGINES} == {(engine, device) for engine in get_args(Engine) for device in DEVICES}
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "quantize", "copied"),
+    [
+        ("llama.cpp", "cpu", {"bits": 4}, 1000),
+        ("llama.cpp", "cpu", {"bits": 4, "what": "all"}, 1000 + GEOMETRY.model_bytes() - GEOMETRY.decoder_bytes()),
+        ("llama.cpp", "cpu", {"bits": 8}, 0),
+        ("llama.cpp", "gpu", {"bits": 4}, 0),
+        ("transformers", "cpu", {"bits": 4, "levels": "normal"}, 0),
+    ],
+)
+def test_llama_cpp_holds_codes_of_4_bits_twice_on_a_cpu(
+    engine: Any, device: Any, quantize: dict[str, Any], copied: int
+) -> None:
+    fit = Fit(memory=10**9, context=10, sequences=2, engine=engine, device=device)
+    memory = serving_memory(fit, CONFIG, GEOMETRY, (), Quantize(**quantize))
+    weights = GEOMETRY.model_bytes() - GEOMETRY.decoder_bytes() + 1000
+    assert memory.report(weights)["copies"] == copied
+    enough = serving_memory(
+        Fit(**{**fit.model_dump(), "memory": memory.needed(weights)}), CONFIG, GEOMETRY, (), Quantize(**quantize)
+    )
+    assert weights <= enough.weight_bytes <= weights + 1
+
+
+@pytest.mark.parametrize(("engine", "head"), [("llama.cpp", 0), ("vllm", 2 * GEOMETRY.hidden)])
+def test_a_vocabulary_takes_memory_beside_its_weights(engine: Any, head: int) -> None:
+    """Of its text, its rows of logits, and in vLLM of the packed head."""
+
+    def beside(vocab: int) -> int:
+        fit = Fit(memory=1, context=1, sequences=3, engine=engine, device="cpu")
+        return serving_memory(fit, CONFIG, geometry_of({**CONFIG, "vocab_size": vocab}, 16), ()).beside_weights
+
+    rule = ENGINES[engine, "cpu"]
+    assert beside(5000) - beside(1000) == 4000 * (3 * rule.logit_bytes + rule.token_bytes + head)

@@ -17,6 +17,7 @@ OTHERS = {  # messages of the system, of transformers and of vLLM
     "Unsupported CPU attention configuration",
     "No package metadata was found for vllm",
     "strides should be multiple of 16 bytes",
+    "The tokenizer you are loading … with an incorrect regex pattern … fix_mistral_regex=True",
 }
 
 

@@ -59,6 +59,7 @@ def test_a_tied_output_embedding_becomes_one_of_its_own(tmp_path: Path, job: Mak
     counts = made.run().json["counts"]
     assert counts["bytes"]["compressed"] <= planned["output_bytes"]
     assert [line.split(":")[0] for line in planned["engines"][1:]] == ["not    llama.cpp", "less   vllm"]
+    assert planned["engines"][2].endswith("kernels for heads of 16 + 16 numbers: give one of these as `rope`")
     tensors, config = load_tensors(made.output), json.loads((made.output / "config.json").read_text())
     assert config["tie_word_embeddings"] is False
     assert torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])

@@ -108,6 +108,17 @@ def test_the_head_that_mla_unties_counts() -> None:
     assert 0.99 * serving.weight_bytes < most <= serving.weight_bytes
 
 
+def test_a_second_copy_of_codes_has_its_place_in_the_memory() -> None:
+    codes = {"bits": 4, "feedback": False}
+    with pytest.raises(DoesNotFitError, match="its second copy of their codes") as refused:
+        resolved(job(1, codes, engine="llama.cpp"))
+    manifest, serving = resolved(job(refused.value.needed_bytes, codes, engine="llama.cpp"))
+    assert serving is not None
+    weights = size_bound(manifest, GEOMETRY, fit_methods(manifest, GEOMETRY)[1], GEOMETRY.model_bytes()).num_bytes
+    assert serving.copied_bytes(weights) > 0
+    assert serving.report(weights)["total"] <= refused.value.needed_bytes
+
+
 def test_other_faults_are_reported_as_they_are() -> None:
     faulty = job(1, methods=({"method": "flat_llm"}, {"method": "flat_llm"}))
     with pytest.raises(InputError, match="a tensor is claimed once"):

@@ -116,7 +116,7 @@ def test_a_file_in_other_numbers(wanted: str, error: float, tmp_path: Path) -> N
     writer = gguf.GGUFWriter(first, "llama")
     writer.add_block_count(1)
     writer.add_token_list(["a", "b"])
-    matrix = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
+    matrix = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
     for name in ("token_embd.weight", "blk.0.ffn_up.weight"):
         writer.add_tensor(name, matrix)
     writer.add_tensor("output_norm.weight", np.ones(64, np.float32))
@@ -127,6 +127,8 @@ def test_a_file_in_other_numbers(wanted: str, error: float, tmp_path: Path) -> N
     rewrite(first, second, wanted)
     fields, tensors = read_gguf(second)
     assert (fields["llama.block_count"], fields["tokenizer.ggml.tokens"]) == (1, ["a", "b"])
+    rearranged = {"F32": 0, "Q4_0": 8 * 2 * 18}[wanted]  # of the matrix: 8 rows of two blocks; the embedding is in Q8_0
+    assert served.held_bytes(str(second)) == second.stat().st_size + rearranged
     kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(second).tensors}
     assert kinds["blk.0.ffn_up.weight"] == wanted
     assert kinds["token_embd.weight"] == ("F32" if wanted == "F32" else "Q8_0")

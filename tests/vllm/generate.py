@@ -62,9 +62,12 @@ def main(impl: str, parts: int, kind: str, folders: list[str]) -> None:
 
 
 def describe(model: Any) -> dict[str, Any]:
-    """Return the model's class, its count of numbers, cached numbers of a token on this device, and packed matrices."""
+    """Return the model's class, its count of numbers, cached numbers of a token on this device, packed matrices, and
+    the tables of embeddings and heads of which a CPU holds a second copy, packed."""
     from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+    tables = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
     found = [module for module in model.modules() if isinstance(module, Attention)]
     cached = sum(a.num_kv_heads * (a.head_size + a.head_size_v) for a in found)
     return {
@@ -72,6 +75,7 @@ def describe(model: Any) -> dict[str, Any]:
         "cached": cached,
         "numbers": sum(parameter.numel() for parameter in model.parameters()),
         "packed": sum(name.endswith(".weight_packed") for name, _ in model.named_parameters()),
+        "copied": sum(hasattr(table, "cpu_linear") for table in tables),
     }
 
 

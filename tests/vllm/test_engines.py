@@ -118,6 +118,7 @@ def compiled(root: Path, rounded_root: Path) -> dict[str, Any]:
 def test_our_class_says_the_same(native: dict[str, Any], root: Path, name: str) -> None:
     assert native[name].get("error") is None
     assert native[name]["class"] == "LaminaForVllm"
+    assert native[name]["copied"] == 1  # the head alone, which products read
     assert native[name]["tokens"] == expected(root / name)
 
 

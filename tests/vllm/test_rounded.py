@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 from lamina import LaminaConfig
 from lamina.engine_vllm.rounded import PARTS, Scheme, Unpacking, check_kernel, scheme_of, unpack
@@ -49,6 +50,20 @@ def test_levels_are_looked_up(bits: int) -> None:
     assert torch.equal(placed[0], scaled(codes_OI, scales_OS, levels_n))
     shapes = packed_shapes({"p.weight": (1030, 48)}, {"p": Stored(bits=bits, group=16, levels="learned")})
     assert scheme.shapes(1030, 48) == {part: shapes[f"p.{part}"] for part in scheme.parts}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_not_rounded_to_the_scales_dtype_in_a_wider_model(dtype: torch.dtype) -> None:
+    """A code of 8 bits times a scale in bfloat16 has more digits than bfloat16."""
+    codes_OI = torch.arange(-128, 128, dtype=torch.int8).view(4, 64)
+    scales_OS = (torch.rand(4, 2) + 0.5).bfloat16()
+    stored = packed_tensors("p", codes_OI, scales_OS, Stored(bits=8, group=32))
+    placed: list[torch.Tensor] = []
+    with set_default_torch_dtype(dtype):  # as while vLLM makes a model
+        unpacking = Unpacking(Scheme(8, 32), placed.append)
+    for part in PARTS:
+        unpacking.take(part, stored[f"p.{part}"])
+    assert torch.equal(placed[0], scaled(codes_OI, scales_OS.to(dtype)))
 
 
 def test_schemes() -> None:

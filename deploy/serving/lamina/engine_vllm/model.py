@@ -17,7 +17,11 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding import get_rope
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.sequence import IntermediateTensors
 
 from lamina.block_lamina import in_base
@@ -62,6 +66,13 @@ class VllmDecoderLayer(LaminaDecoderLayer):
         return hidden_TD + self._feed_forward(self._apply_role("mlp_norm", hidden_TD).unsqueeze(0)).squeeze(0)
 
 
+class LookedUp(UnquantizedEmbeddingMethod):
+    """Embeds tokens. Makes no second copy of the table, which vLLM packs on a CPU, also where no product reads it."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Leave the table as it is."""
+
+
 @support_torch_compile
 class LaminaBase(nn.Module):
     """Embedding, decoder layers and final norm, at the block's paths below the base module."""
@@ -74,6 +85,7 @@ class LaminaBase(nn.Module):
         self.unpacked: dict[str, str] = {}
         self._names = {key: tuple(in_base(block[key]).split(".")) for key in ("embed", "layers", "final_norm")}
         table = VocabParallelEmbedding(config.vocab_size, config.hidden_size, prefix=block["embed"])
+        table.quant_method = LookedUp()
         attach(self, in_base(block["embed"]), table)
         scale = block["embed_scale"]
         self.embed_scale = config.hidden_size**0.5 if scale == "sqrt(hidden_size)" else scale

@@ -93,10 +93,14 @@ def unpack(packed_OW: Tensor, scales_OS: Tensor, shape: Tensor, bits: int, level
 
 
 class Unpacking:
-    """Unpacks a weight after all of its tensors have been loaded, in any order."""
+    """Unpacks a weight after all of its tensors have been loaded, in any order.
+
+    Products of codes and scales have at least the model's precision (torch's default dtype while vLLM makes the model):
+    a model in float32 gets the weights that transformers computes with, not those rounded to the scales' bfloat16.
+    """
 
     def __init__(self, scheme: Scheme, place: Callable[[Tensor], None]) -> None:
-        self.scheme, self.place = scheme, place
+        self.scheme, self.place, self.dtype = scheme, place, torch.get_default_dtype()
         self.parts: dict[str, Tensor] = {}
 
     def take(self, part: str, tensor: Tensor) -> None:
@@ -104,5 +108,6 @@ class Unpacking:
         self.parts[part] = tensor
         if len(self.parts) == len(self.scheme.parts):
             packed, scale, shape = (self.parts[part] for part in PARTS)
+            scale = scale.to(torch.promote_types(scale.dtype, self.dtype))
             self.place(unpack(packed, scale, shape, self.scheme.bits, self.parts.get(LEVELS)))
             self.parts.clear()
