@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lamina.levels_lamina import PARTS
 from manifests.entries import HealingCurve
 from manifests.errors import NumericsError
 from manifests.heal import LOGIT_ROWS
@@ -22,7 +23,6 @@ from pipeline.healing.processes import Processes, local
 from pipeline.healing.stored_text import StoredText
 from pipeline.healing.student import Student
 from pipeline.kernels.teacher_rows import full_divergence, row_divergence
-from pipeline.rounding.schemes import LEVELS, PACKED, SCALE
 
 WARM_UP = 3  # steps
 BETAS = (0.9, 0.95)
@@ -247,5 +247,5 @@ def tensor_rates(trained: Mapping[str, Tensor], processes: Processes) -> dict[st
         total, count = float(part.abs().sum(dtype=torch.float64)), float(part.numel())
         magnitudes[name] = processes.total(total) / processes.total(count)
     least = min((size for size in magnitudes.values() if size > 0), default=1.0)
-    few = {name for name, tensor in trained.items() if tensor.ndim == 1 or name.endswith((SCALE, LEVELS, PACKED))}
+    few = {name for name, tensor in trained.items() if tensor.ndim == 1 or name.endswith(PARTS)}
     return {name: (size or least) * (FEW if name in few else 1.0) for name, size in magnitudes.items()}

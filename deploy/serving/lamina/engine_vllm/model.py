@@ -66,7 +66,7 @@ class VllmDecoderLayer(LaminaDecoderLayer):
         return hidden_TD + self._feed_forward(self._apply_role("mlp_norm", hidden_TD).unsqueeze(0)).squeeze(0)
 
 
-class LookedUp(UnquantizedEmbeddingMethod):
+class LookedUp(UnquantizedEmbeddingMethod):  # type: ignore[misc]  # types are checked without vLLM
     """Embeds tokens. Makes no second copy of the table, which vLLM packs on a CPU, also where no product reads it."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
