@@ -264,6 +264,7 @@ def test_another_calibration_is_refused_by_name(sweep: Callable[..., Sweep], inl
     assert made.run("--fresh").code == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
 def test_killed_with_ray_it_goes_on(sweep: Callable[..., Sweep], inline: None) -> None:
     """Two workers, the driver and all of Ray killed behind the first point: the same figures as without either."""

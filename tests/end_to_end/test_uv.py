@@ -79,6 +79,7 @@ def test_a_job_below_uv(job: MakeJob, tmp_path: Path) -> None:
     assert made.output.is_dir()
 
 
+@pytest.mark.nightly
 def test_on_a_cluster_below_uv_run(job: MakeJob, tmp_path: Path) -> None:
     """Workers start on the nodes' Python: nothing is uploaded, and no node needs uv. The user's hook is called."""
     made, alone = job(), job()
