@@ -77,7 +77,7 @@ class Student:
             parameter.requires_grad_(True)
         self.model.eval()
         if activation_bytes > CHECKPOINTED_BYTES:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            self.model.activation_checkpointing_enable({"use_reentrant": False})
             self.model.train()
 
     def hidden(self, ids_BS: Tensor) -> Tensor:

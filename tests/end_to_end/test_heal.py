@@ -13,6 +13,7 @@ import torch
 
 import manifests.heal
 import pipeline.healing.checkpoints
+import pipeline.healing.student
 import pipeline.healing.training
 import pipeline.job.healing
 from manifests.errors import NumericsError
@@ -150,6 +151,15 @@ def test_an_interrupted_healing_resumes_with_the_same_bytes(
     assert file_digests(healed.output) == digests
     assert not (healed.run_dir / "healing").exists()
     assert said.startswith("healed") or not [*healed.run_dir.glob("student-*")]
+
+
+def test_activations_that_are_computed_twice_change_no_byte(healed: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = file_digests(healed.output)
+    healed.put_back()
+    monkeypatch.setattr(pipeline.healing.student, "CHECKPOINTED_BYTES", 0)
+    ended = command("heal", str(healed.run_dir), *SETTINGS)
+    assert ended.code == 0, ended.err
+    assert file_digests(healed.output) == digests
 
 
 def test_a_healing_that_has_begun_keeps_its_rate(healed: Job, monkeypatch: pytest.MonkeyPatch) -> None:
