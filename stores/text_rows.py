@@ -239,11 +239,13 @@ def missing_field(place: str, text: Text, fields: Mapping[str, Any], name: str |
 
 def _advice(item: Mapping[str, Any]) -> str:
     """Return which fields of a row hold text or conversations."""
-    texts = ", ".join(repr(name) for name, value in item.items() if isinstance(value, str))
-    chats = ", ".join(repr(name) for name, value in item.items() if is_chat(value))
-    several = " or to a list of them" if "," in texts else ""
-    advice = [f"set `field` (init: --field) to one of {texts}{several}"] if texts else []
-    advice += [f"set `messages` (init: --messages) to one of {chats}, which hold conversations"] if chats else []
+    texts = [repr(name) for name, value in item.items() if isinstance(value, str)]
+    chats = [repr(name) for name, value in item.items() if is_chat(value)]
+    several = " or to a list of them" if len(texts) > 1 else ""
+    advice = [f"set `field` (init: --field) to one of {', '.join(texts)}{several}"] if texts else []
+    advice += (
+        [f"set `messages` (init: --messages) to one of {', '.join(chats)}, which hold conversations"] if chats else []
+    )
     return ", or ".join(advice) or f"none of its fields is text: {', '.join(map(repr, item))}"
 
 

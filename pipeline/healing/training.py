@@ -19,7 +19,7 @@ from lamina.levels_lamina import PARTS
 from manifests.entries import HealingCurve
 from manifests.errors import NumericsError
 from manifests.heal import LOGIT_ROWS
-from pipeline.healing.processes import Processes, local
+from pipeline.healing.processes import Processes, local, whole
 from pipeline.healing.stored_text import StoredText
 from pipeline.healing.student import Student
 from pipeline.kernels.teacher_rows import full_divergence, row_divergence
@@ -114,8 +114,8 @@ class Training:
         self.text = text
         self.schedule = schedule
         self.say = say
-        sizes = tensor_rates(student.trained, processes) if schedule.relative else dict.fromkeys(student.trained, 1.0)
-        groups = [{"params": [each], "size": sizes[name]} for name, each in student.trained.items()]
+        rates = tensor_rates(student.trained) if schedule.relative else dict.fromkeys(student.trained, 1.0)
+        groups = [{"params": [each], "rate": rates[name]} for name, each in student.trained.items()]
         self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=BETAS, weight_decay=0.0)
         self.progress = Progress(0, HealingCurve(), {})
         self.loss = math.nan  # of the last step
@@ -159,7 +159,7 @@ class Training:
     def _step(self) -> None:
         step, curve = self.progress.step, self.progress.curve
         for group in self.optimizer.param_groups:
-            group["lr"] = self.schedule.rate(step) * group["size"]
+            group["lr"] = self.schedule.rate(step) * group["rate"]
         self.loss = self._gradients(self.schedule.windows_of(step))
         if self._is_finite():
             self.optimizer.step()
@@ -234,18 +234,15 @@ class Training:
         )
 
 
-def tensor_rates(trained: Mapping[str, Tensor], processes: Processes) -> dict[str, float]:
+def tensor_rates(trained: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the rate of each tensor, as a multiple of that of a matrix whose mean magnitude is 1. Zeros have the
     magnitude of the smallest other tensor.
 
     Scales, levels, norms and biases are few numbers, so that the noise of their gradients adds up to less. Latent
     weights of codes have to reach the next level.
     """
-    magnitudes = {}
-    for name, tensor in trained.items():
-        part = local(tensor.detach())
-        total, count = float(part.abs().sum(dtype=torch.float64)), float(part.numel())
-        magnitudes[name] = processes.total(total) / processes.total(count)
+    sums = {name: whole(tensor.detach().abs().sum(dtype=torch.float64)) for name, tensor in trained.items()}
+    magnitudes = {name: float(total) / trained[name].numel() for name, total in sums.items()}
     least = min((size for size in magnitudes.values() if size > 0), default=1.0)
     few = {name for name, tensor in trained.items() if tensor.ndim == 1 or name.endswith(PARTS)}
     return {name: (size or least) * (FEW if name in few else 1.0) for name, size in magnitudes.items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.healing.processes import Processes
 from pipeline.healing.training import BASE_RATE, FEW, default_rate, tensor_rates
 
 
@@ -29,11 +28,11 @@ def test_a_rate_follows_the_magnitude_and_the_kind_of_a_tensor() -> None:
         "gate.weight_levels": FEW * 2 / 3,
         "gate.weight_packed": FEW * 0.2,
     }
-    assert tensor_rates(trained, Processes()) == pytest.approx(expected)
+    assert tensor_rates(trained) == pytest.approx(expected)
 
 
 def test_zeros_alone_have_a_rate() -> None:
-    assert tensor_rates({"q.bias": torch.zeros(3)}, Processes()) == {"q.bias": FEW}
+    assert tensor_rates({"q.bias": torch.zeros(3)}) == {"q.bias": FEW}
 
 
 def test_the_default_rate_falls_with_the_width() -> None:
