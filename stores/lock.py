@@ -144,7 +144,10 @@ class RunLock:
                 time.sleep(PATIENCE_S / 10)
 
     def _describe_owner(self) -> str:
-        return _describe(_read_owner(self.storage, self.name))
+        owner = _read_owner(self.storage, self.name)
+        if self._lock is not None and owner is not None and owner.get("token") == self.token:
+            return "it was removed, or taken by a process that has left no note yet"
+        return _describe(owner)
 
     def _check_previous_owner(self, lock: NameLock) -> Mapping[str, Any]:
         """Return the progress that the previous owner noted last; logs that it died.

@@ -193,6 +193,8 @@ def test_a_removed_lock_file_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with RunLock(path.parent) as lock:
         path.unlink()
+        with pytest.raises(InUseError, match="the lock was lost: it was removed"):
+            lock.beat({})
         with RunLock(path.parent) as second:
             second.beat({})
             with pytest.raises(InUseError, match="lost"):
