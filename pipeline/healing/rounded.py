@@ -51,6 +51,7 @@ class TrainedTable(TableLinear):
             self.weight_levels = uniform_levels(bits, torch.float32, device)
         for name in (PACKED, SCALE) if even else (PACKED, SCALE, LEVELS):
             stored: Tensor = getattr(linear, name, getattr(self, name)).detach()
+            stored = stored.float() if stored.is_floating_point() else stored
             delattr(self, name)
             self.register_parameter(name, nn.Parameter(stored, requires_grad=False))
         if codes:

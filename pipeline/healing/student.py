@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,11 +30,13 @@ from lamina.embedding_lamina import finish_logits
 from lamina.factored_lamina import StoredFactor, stored_factors
 from lamina.levels_lamina import PACKED
 from lamina.processor_lamina import product_dtype
+from lamina.stored_lamina import StoredLinear
 from manifests.errors import InputError
 from manifests.heal import CHECKPOINTED_BYTES
 from pipeline.healing.processes import Processes, local
 from pipeline.healing.rounded import LATENT, TrainedTable, even_codes, train_rounded
 from pipeline.healing.rounded_ends import multiply_out
+from stores.headers import DTYPES
 
 DENSE_HEAD, WEIGHT = "dense_head.safetensors", "weight"  # beside a student with a rounded head; its tensor
 
@@ -179,14 +182,21 @@ def _loaded(folder: Path, device: torch.device, processes: Processes, trained: C
     """Load a model in float32, each process a part of its layers. Process 0 reads it, and sends it layer by layer."""
     if processes.rank == 0:
         with _undivided():
-            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=_stored_dtype(folder), trust_remote_code=False
+            )
+        model.config.dtype = torch.float32
     else:
         model = _empty(folder)
     train_rounded(model, processes.first(even_codes(model)), trained)
-    multiply_out(model, (model.get_input_embeddings(), model.get_output_embeddings()))
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    for module in ends:
+        _widen(module)
+    multiply_out(model, ends)
     model.requires_grad_(False)
     if processes.count == 1:
-        return model.to(device)
+        _widen(model.to(device))
+        return model
     base = model.get_decoder()
     *parents, last = _path_of(base, "layers")
     holder, layers = find(base, tuple(parents)), find(base, (*parents, last))
@@ -222,15 +232,37 @@ def _undivided() -> Iterator[None]:
         compressor.is_distributed = original
 
 
+def _stored_dtype(folder: Path) -> torch.dtype:
+    """Return the dtype of a checkpoint's numbers, in which its weights are mapped and not read; float32 for several."""
+    found = set[torch.dtype]()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            found |= {DTYPES[tensors.get_slice(name).get_dtype()] for name in tensors.keys()}  # noqa: SIM118 - no mapping
+    numbers = {dtype for dtype in found if dtype.is_floating_point}
+    return numbers.pop() if len(numbers) == 1 else torch.float32
+
+
 def _place(module: nn.Module, device: torch.device) -> None:
-    """Move a module of process 0 to the device; give those of other processes memory there."""
+    """Move a module of process 0 to the device, in float32; give those of other processes memory there."""
     if next(module.parameters()).is_meta:
         module.to_empty(device=device)
     else:
-        module.to(device)
+        _widen(module.to(device))
+
+
+def _widen(module: nn.Module) -> None:
+    """Make the numbers of a module float32, but for weights in the formats of a source, which keep their codes."""
+    for each in module.modules():
+        for parameter in each.parameters(recurse=False):
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.float()
+        for name, buffer in [] if isinstance(each, StoredLinear) else [*each.named_buffers(recurse=False)]:
+            if buffer.is_floating_point():
+                setattr(each, name, buffer.float())
 
 
 def _send(module: nn.Module) -> None:
     """Send the tensors of process 0 to the other processes."""
     for tensor in (*module.parameters(), *module.buffers()):
-        dist.broadcast(tensor.detach(), src=0)
+        data = tensor.detach()
+        dist.broadcast(data.view(torch.uint8) if data.itemsize == 1 else data, src=0)  # fp8 is no type of gloo

@@ -20,7 +20,7 @@ import torch
 
 from lamina.mixture_lamina import ROUTER, ROUTER_BIAS
 from manifests.entries import HealedEntry, HealingEntry, TeacherEntry
-from manifests.errors import CorruptError, InputError, StorageError
+from manifests.errors import CorruptError, StorageError
 from manifests.heal import Heal, step_windows
 from manifests.importing import quick_imports
 from manifests.records import StagedRecord
@@ -106,11 +106,6 @@ def check_healing(job: JobContext) -> None:
     """Raise InputError if the job cannot be healed, before anything is computed."""
     if job.manifest.heal is None:
         return
-    if kept := sorted({record.form.kind for record in job.inputs.source.tensors.values() if record.form is not None}):
-        raise InputError(
-            f"heal: the source stores weights as {', '.join(kept)}, which do not train yet; leave out heal, or convert "
-            "the source to bfloat16 first"
-        )
     if job.tokens is not None or job.healing_text is not None:
         healing_tokens(job)
 
@@ -219,9 +214,11 @@ def _student_folder(job: JobContext) -> Iterator[tuple[Storage, Mapping[str, Any
 
 def trained_tensors(job: JobContext, compression: Mapping[str, Any], settings: Heal) -> dict[str, torch.dtype]:
     """Return the stored names of the tensors that are trained, with their dtypes: in compressed layers, the tensors
-    that a method wrote, norms and biases; packed codes if asked for. Routers stay, and rounded embeddings and heads,
-    which are staged beside a layer."""
+    that a method wrote, norms and biases; packed codes if asked for. Routers stay, weights in the source's formats, and
+    rounded embeddings and heads, which are staged beside a layer."""
     names = {}
+    source = job.inputs.source.tensors.values()
+    kept = {(part.name, part.dtype) for record in source if record.form is not None for part in record.stored}
     for layer in sorted({task.layer for task in job.inputs.tasks}):
         entry, geometry = job.ledger.get(layer_key(layer)), job.inputs.geometry.layers[layer]
         assert entry is not None
@@ -231,7 +228,7 @@ def trained_tensors(job: JobContext, compression: Mapping[str, Any], settings: H
             written = compression["tensors"][name]["origin"] != "copied" and settings.what != "norms"
             trains = dtype.is_floating_point or (settings.what == "codes" and name.endswith(PACKED))
             inside = name.startswith(geometry.prefix) and not name.startswith(routers)
-            if trains and (flat or written) and inside:
+            if trains and (flat or written) and inside and (name, tensor.dtype) not in kept:
                 names[name] = dtype
     return names
 

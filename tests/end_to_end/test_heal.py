@@ -242,12 +242,6 @@ def test_wrong_settings_leave_output_as_it_was(options: tuple[str, ...], said: s
     assert file_digests(made.output) == digests
 
 
-def test_a_source_of_stored_formats_is_refused(job: MakeJob, tmp_path: Path) -> None:
-    source, _ = encode_model(factories.make_model(tmp_path / "source"), tmp_path, "fp8 blocks")
-    ended = job(source, heal={}).run()
-    assert (ended.code, "the source stores weights as fp8" in ended.err) == (2, True), ended.err
-
-
 def test_an_unfinished_job_is_refused(job: MakeJob, tmp_path: Path) -> None:
     ended = command("heal", str(tmp_path))
     assert (ended.code, "no run directory" in ended.err) == (2, True)

@@ -25,6 +25,7 @@ from pipeline.healing.training_process import Journal, TrainingTask, train
 from stores.bucket import Bucket
 from stores.disk import Disk
 from tests import buckets, factories
+from tests.encoders import encode_model
 from tests.end_to_end.children import CONTEXT, Child, end_group
 from tests.end_to_end.clusters import head_node, loopback, private_node
 from tests.end_to_end.jobs import Job, command, file_digests, read_tensors, without_ray
@@ -57,6 +58,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "head": {"quantize": {"bits": 4, "levels": "uniform", "what": "all"}},
     "head-normal": {"quantize": {"bits": 4, "levels": "normal", "what": "all"}},
     "mla": {"methods": [{"method": "mla", "cache_keep": 0.5}], "budget": None, "calibration.propagate": "dense"},
+    "fp8": {"methods": [{"method": "svd", "keep": 0.5, "layers": [0]}], "budget": None},
 }
 
 
@@ -65,6 +67,8 @@ def solved(request: pytest.FixtureRequest, tmp_path: Path, text: Path) -> Job:
     """Return a finished job. The head of its model is its embedding, unless it is rounded."""
     tied = "head" not in request.param
     source = factories.make_model(tmp_path / "source", num_hidden_layers=2, tie_word_embeddings=tied)
+    if request.param == "fp8":
+        source, _ = encode_model(source, tmp_path, "fp8 blocks")
     made = Job(tmp_path / "job", source, text, JOBS[request.param])
     with without_ray():
         assert made.run().json
@@ -125,7 +129,11 @@ def train_one(task: TrainingTask, rank: int, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "solved",
-    ["uniform", "normal", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("head", "head-normal", "mla"))],
+    [
+        "uniform",
+        "normal",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("head", "head-normal", "mla", "fp8")),
+    ],
     indirect=True,
 )
 def test_two_processes_heal_as_one_does(solved: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,22 @@ def test_a_resumed_job_keeps_layers_with_weights_in_stored_formats(kind: str, jo
     assert [*ledger.glob("layer.00000.*")] == kept
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[] if kind == "int4" else [pytest.mark.nightly]) for kind in ENCODERS if kind != "mxfp4"],
+)
+def test_a_healing_trains_beside_stored_weights(kind: str, job: MakeJob, models: Any) -> None:
+    """With the numbers of the decoded model; no code and no scale of the source changes."""
+    encoded, decoded = models(kind)
+    heal = {"epochs": 4, "learning_rate": 0.002}
+    ran = check_pair(encoded, decoded, job, **ATTENTION, heal=heal)
+    tensors = ran.compression()["tensors"]
+    healed = {name for name, tensor in tensors.items() if tensor.get("healed")}
+    assert {name.split(".")[2] for name in healed} == {"0", "1"}
+    assert any("norm" in name for name in healed)
+    assert any("proj" in name for name in healed)
+
+
 @pytest.mark.parametrize("target", ["dense", "gguf"])
 def test_exports_are_decoded(target: str, job: MakeJob, models: Any, tmp_path: Path) -> None:
     exported = []
