@@ -18,8 +18,6 @@ import pipeline.healing.training
 import pipeline.job.healing
 from manifests.errors import NumericsError
 from pipeline.healing.training import Training
-from tests import factories
-from tests.encoders import encode_model
 from tests.end_to_end.jobs import Job, command, file_digests, load, read_tensors, without_ray
 from tests.workers.bench import flip
 
