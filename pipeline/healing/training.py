@@ -9,6 +9,8 @@ Legend: B windows of a micro-batch, S tokens of a window, T scored tokens of the
 from __future__ import annotations
 
 import math
+import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -70,9 +72,10 @@ class Schedule:
         orders = {epoch: self._order(epoch) for epoch in {place // self.windows for place in places}}
         return [orders[place // self.windows][place % self.windows] for place in places]
 
-    def is_evaluated(self, step: int) -> bool:
-        """Return True if the model is evaluated after `step` steps."""
-        return step in {round(self.steps * part / EVALUATIONS) for part in range(EVALUATIONS + 1)}
+    @property
+    def evaluated(self) -> set[int]:
+        """The numbers of steps after which the model is evaluated."""
+        return {round(self.steps * part / EVALUATIONS) for part in range(EVALUATIONS + 1)}
 
     def _order(self, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed((self.seed + epoch) % 2**63)
@@ -119,6 +122,15 @@ class Training:
         self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=BETAS, weight_decay=0.0)
         self.progress = Progress(0, HealingCurve(), {})
         self.loss = math.nan  # of the last step
+        self._seconds: dict[str, float] = defaultdict(float)  # that this process spent on steps and on evaluations
+        self._times: dict[str, int] = defaultdict(int)
+
+    @property
+    def seconds_left(self) -> float:
+        """The seconds to the end: each step and each evaluation takes as long as the mean of those so far."""
+        step, mean = self.progress.step, {kind: self._seconds[kind] / times for kind, times in self._times.items()}
+        evaluations = sum(each > step for each in self.schedule.evaluated)
+        return (self.schedule.steps - step) * mean.get("step", 0.0) + evaluations * mean.get("evaluation", 0.0)
 
     def run(self, after_step: Callable[[], None]) -> None:
         """Train to the end. `after_step` is called after each step, and may raise or store the state.
@@ -126,11 +138,11 @@ class Training:
         Raises NumericsError after `MOST_SKIPPED` steps whose gradient was not finite.
         """
         if self.progress.step == 0 and not self.progress.curve.steps:
-            self._evaluate()
+            self._timed("evaluation", self._evaluate)
         while self.progress.step < self.schedule.steps:
-            self._step()
-            if self.schedule.is_evaluated(self.progress.step):
-                self._evaluate()
+            self._timed("step", self._step)
+            if self.progress.step in self.schedule.evaluated:
+                self._timed("evaluation", self._evaluate)
             after_step()
 
     def state(self) -> dict[str, Tensor]:
@@ -155,6 +167,12 @@ class Training:
                 parameter.copy_(state[f"weight/{name}"])
             moments = {kind: state[f"{kind}/{name}"].clone() for kind in ("exp_avg", "exp_avg_sq")}
             self.optimizer.state[parameter] = {"step": taken.clone(), **moments}
+
+    def _timed(self, kind: str, act: Callable[[], None]) -> None:
+        begun = time.monotonic()
+        act()
+        self._seconds[kind] += time.monotonic() - begun
+        self._times[kind] += 1
 
     def _step(self) -> None:
         step, curve = self.progress.step, self.progress.curve

@@ -106,8 +106,7 @@ class _Process:
 
     def run(self) -> None:
         self._resume()
-        self.first, self.begun = self.training.progress.step, time.monotonic()
-        self.stored = self.shown = self.begun
+        self.stored = self.shown = time.monotonic()
         self.training.run(self._after_step)
         self._store()
 
@@ -132,7 +131,7 @@ class _Process:
     def _decided(self) -> int:
         training, now = self.training, time.monotonic()
         step, steps = training.progress.step, training.schedule.steps
-        left_s = (now - self.begun) / (step - self.first) * (steps - step)
+        left_s = training.seconds_left
         if self.journal.step(step, steps, training.loss, round(left_s, 1)):
             return STOP
         if now - self.shown >= LINE_S:
