@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter
 
 from manifests.records import (
     ArrayRecord,
@@ -186,6 +186,21 @@ class TryEntry(HeldOutScoreEntry):
     """The measured loss of a size, and the loss that its curves predict (nats per token)."""
 
     predicted: Finite
+
+
+class BlockEntry(Record):
+    """The loss of the model with some consecutive layers compressed, from the entry's layer to `stop`, exclusive:
+    measured, and as their curves predict it (nats per token)."""
+
+    stop: PositiveInt
+    measured: Finite
+    predicted: Finite
+
+
+class LayerRatiosEntry(Record):
+    """For each layer, the factor by which the losses that its curves predict are multiplied."""
+
+    ratios: Row[Annotated[PositiveFloat, Field(allow_inf_nan=False)]]
 
 
 class ComparedEntry(Record):
@@ -388,6 +403,8 @@ KINDS: Mapping[str, TypeAdapter[Any]] = {
         "schedule": ScheduleEntry,
         "target": TriedSizeEntry,
         "tries": TryEntry,
+        "block": BlockEntry,
+        "ratios": LayerRatiosEntry,
         "held_out": HeldOutEntry,
         "held_out_score": HeldOutScoreEntry,
         "scored": ScoredEntry,

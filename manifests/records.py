@@ -246,6 +246,10 @@ class Curve(Record):
     hint: str = Field(default="", validation_alias=AliasChoices("told", "hint"), serialization_alias="told")
     few: bool = False
 
+    def times(self, ratio: float) -> Curve:
+        """Return the curve with all losses multiplied."""
+        return self if ratio == 1.0 else self.model_copy(update={"loss": tuple(ratio * loss for loss in self.loss)})
+
     @model_validator(mode="after")
     def _columns_of_one_length(self) -> Self:
         lengths = {len(self.numbers), len(self.cache), len(self.loss), *map(len, self.ranks.values())}

@@ -68,6 +68,11 @@ class Budget(Block):
 
     `multiple`: ranks and widths that a budget chooses are multiples of this, or whole; null: 16, or 1 below a hidden
     size of 1024. Tensor parallelism over n devices needs multiples of n, quantised caches of their group, often 64.
+
+    `measure_layers`: after a first solve, the loss of some layers at a time is measured on calibration text beyond the
+    samples, and ranks are chosen again by predictions that these measurements correct,
+    [methods.md#measured-layers](methods.md#measured-layers). For methods with allocation: loss, beside `keep`, `bytes`
+    or `fit`.
     """
 
     keep: Share | None = None
@@ -76,10 +81,13 @@ class Budget(Block):
     fit: Fit | None = None
     scope: Literal["decoder", "model", "experts"] = "decoder"
     multiple: Count | None = None
+    measure_layers: bool = False
 
     @model_validator(mode="after")
     def _one_limit(self) -> Self:
         limits = [name for name in ("keep", "bytes", "max_loss", "fit") if getattr(self, name) is not None]
+        if self.measure_layers and limits not in (["keep"], ["bytes"], ["fit"]):
+            raise ValueError("`measure_layers` chooses ranks of a given size: give `keep`, `bytes` or `fit` beside it")
         if len(limits) > 1:
             raise ValueError(f"give either `keep`, `bytes`, `max_loss` or `fit`, and not {' and '.join(limits)}")
         if not limits and self.multiple is None:
@@ -350,6 +358,11 @@ class Manifest(Block):
                 "the layers before; leave out one of them"
             )
         return self
+
+    @property
+    def measures_layers(self) -> bool:
+        """True if ranks are chosen again by measured losses of layers."""
+        return self.budget is not None and self.budget.measure_layers
 
     def semantic(self) -> dict[str, Any]:
         """Return the fields that change the output's bytes; the fingerprint covers them.

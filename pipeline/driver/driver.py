@@ -34,6 +34,7 @@ from pipeline.driver.job_spec import (
 from pipeline.driver.layer_reading import LayerReading
 from pipeline.driver.layer_solving import LayerSolves, solve_layers
 from pipeline.driver.ledger_keys import (
+    LAYER_RATIOS,
     RANKS,
     curves_key,
     dense_key,
@@ -184,9 +185,11 @@ class Driver:
         """
         entered = self.journal.get(RANKS)
         if entered is None:
-            scores = scores_from_ledger(
-                self.job, self.session.entry, importance_from_ledger(self.job, self.session.entry)
+            importances, corrected = (
+                importance_from_ledger(self.job, self.session.entry),
+                self.journal.get(LAYER_RATIOS),
             )
+            scores = scores_from_ledger(self.job, self.session.entry, importances, corrected)
             importance = {str(layer): value for layer, value in scores.importance.items()}  # as JSON stores it
             entered = RanksEntry(ranks=self.job.allocate(scores), importance=importance)
             self.session.enter(RANKS, entered)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
+from manifests.entries import LayerRatiosEntry
 from manifests.records import Curve, LedgerKey, StagedLayer
 from manifests.schema import Manifest
 from pipeline.driver.interfaces import Journal
@@ -210,8 +211,14 @@ def trains_mixed(task: Task) -> bool:
     return task.refine is not None and task.refine.inputs == "mixed"
 
 
-def scores_from_ledger(job: Job, entry: Callable[[LedgerKey[Any]], Any], importance: Mapping[int, float]) -> Scores:
-    """Read the scores on which ranks depend. `entry`: returns the entry of a key, or None, or raises."""
+def scores_from_ledger(
+    job: Job,
+    entry: Callable[[LedgerKey[Any]], Any],
+    importance: Mapping[int, float],
+    corrected: LayerRatiosEntry | None,
+) -> Scores:
+    """Read the scores on which ranks depend. `entry`: returns the entry of a key, or None, or raises. `corrected`: by
+    how much measured losses differ from predicted ones, where they were measured."""
     measured: dict[str, Any] = {}
     curves: dict[str, Curve] = {}
     for layer in layers_of(job.measures):
@@ -219,7 +226,8 @@ def scores_from_ledger(job: Job, entry: Callable[[LedgerKey[Any]], Any], importa
             measured |= entered.measured
     for layer in layers_of(job.predicts):
         if entered := entry(curves_key(layer)):
-            curves |= entered.curves
+            ratio = 1.0 if corrected is None else corrected.ratios[layer]
+            curves |= {key: curve.times(ratio) for key, curve in entered.curves.items()}
     return Scores(importance, measured, curves)
 
 

@@ -12,6 +12,7 @@ RANKS: LedgerKey[entries.RanksEntry] = LedgerKey("ranks")
 HELD_OUT: LedgerKey[entries.HeldOutEntry] = LedgerKey("held_out")  # tokens, and the dense model's outputs on them
 HELD_OUT_SCORE: LedgerKey[entries.HeldOutScoreEntry] = LedgerKey("held_out_score")
 TRIED_SIZE: LedgerKey[entries.TriedSizeEntry] = LedgerKey("target")  # the size being tried for a budget by loss
+LAYER_RATIOS: LedgerKey[entries.LayerRatiosEntry] = LedgerKey("ratios")  # by `budget.measure_layers`
 TRIES = "tries/"  # prefix of the scores of a size, in thousandths
 SCORED = "scored/"  # prefix of the hidden states of a model being scored
 TOKENS: LedgerKey[entries.TokensEntry] = LedgerKey("tokens")
@@ -30,7 +31,7 @@ REUSED: LedgerKey[entries.ReusedEntry] = LedgerKey("reused")
 EVALUATION: LedgerKey[entries.TokensEntry] = LedgerKey("evaluation")  # the tokens on which a sweep scores its points
 POINTS: LedgerKey[entries.PointsEntry] = LedgerKey("points")
 RESULT: LedgerKey[entries.PointEntry] = LedgerKey("result")  # in the part of the ledger of a sweep's point
-LAYER_KINDS = ("dense", "gradient", "measured", "curves", "statistics", "activations", "layer")
+LAYER_KINDS = ("dense", "gradient", "measured", "curves", "statistics", "activations", "layer", "block")
 BEFORE_WORK = (SOURCE, TOKENS, EVALUATION, SCHEDULE, SAMPLES, HARDWARE, POINTS)  # entered before anything is computed
 SCORED_NAME = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
 
@@ -68,6 +69,16 @@ def activations_key(layer: int) -> LedgerKey[entries.ActivationsEntry]:
 def layer_key(layer: int) -> LedgerKey[entries.LayerEntry]:
     """A compressed layer."""
     return LedgerKey(_layer_key("layer", layer))
+
+
+def block_key(layer: int) -> LedgerKey[entries.BlockEntry]:
+    """The loss of some layers, from this one on."""
+    return LedgerKey(_layer_key("block", layer))
+
+
+def block_name(layer: int) -> str:
+    """The name of the model in which the layers of a block, from this one on, are compressed alone."""
+    return f"block-{layer:05d}"
 
 
 def try_key(size: int) -> LedgerKey[entries.TryEntry]:

@@ -40,6 +40,7 @@ from workers.config import FORWARD_DTYPES
 
 T = TypeVar("T")
 STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+MEASURE_LAYERS = "budget.measure_layers"
 STORED_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in STORED_DTYPES}
 
 
@@ -290,7 +291,9 @@ def layer_dtype(source: SourceCheckpoint, geometry: Geometry) -> torch.dtype:
 def _measures_sizes(manifest: Manifest) -> str:
     if manifest.budget is not None and manifest.budget.max_loss is not None:
         return "budget.max_loss"
-    return "evaluation.calibrate_prediction" if manifest.evaluation.calibrate_prediction else ""
+    if manifest.evaluation.calibrate_prediction:
+        return "evaluation.calibrate_prediction"
+    return MEASURE_LAYERS if manifest.measures_layers else ""
 
 
 def _check_predicted_loss(field: str, manifest: Manifest, tasks: Sequence[Task], predicted: Sequence[Task]) -> None:
@@ -306,7 +309,7 @@ def _check_predicted_loss(field: str, manifest: Manifest, tasks: Sequence[Task],
         )
     if manifest.statistics.keep is False:
         raise InputError(f"{field}: tries sizes from kept statistics; leave out statistics.keep: false")
-    if field != "budget.max_loss" and (manifest.budget is None or manifest.budget.keep is None):
+    if field == "evaluation.calibrate_prediction" and (manifest.budget is None or manifest.budget.keep is None):
         raise InputError(f"{field}: measures sizes beside budget.keep; give budget.keep, or leave it out")
 
 

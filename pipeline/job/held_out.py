@@ -6,6 +6,7 @@ The dense model's outputs on these windows are stored once, and every size is co
 from __future__ import annotations
 
 import logging
+from collections.abc import Container
 
 import torch
 
@@ -108,14 +109,25 @@ def forget_other_text(job: JobContext) -> None:
         _drop(job)
 
 
-def _score(job: JobContext, workers: JobWorkers) -> HeldOutScoreEntry:
-    """Score the staged layers. Damaged tokens or dense outputs are computed again."""
+def divergence_with(job: JobContext, workers: JobWorkers, compressed: Container[int], name: str) -> float:
+    """Return the divergence of the model in which these layers alone are compressed. `name`: of this model. Raises
+    Interrupted."""
+    divergence = _score(job, workers, compressed, name).divergence
+    workers.scorer(job).forget(name)
+    return divergence
+
+
+def _score(
+    job: JobContext, workers: JobWorkers, compressed: Container[int] | None = None, name: str = COMPRESSED
+) -> HeldOutScoreEntry:
+    """Score the staged layers, or some of them among dense ones. Damaged tokens or dense outputs are computed again."""
     repairs, layers = Repairs(job.ledger, [HELD_OUT], job.observer), range(job.inputs.geometry.num_layers)
+    chosen = layers if compressed is None else compressed
     while True:
         try:
             windows, outputs = _dense(job, workers)
-            staged = [staged_layer(job.ledger, layer) for layer in layers]
-            return _entry(workers.scorer(job).score(windows, COMPRESSED, staged, outputs))
+            staged = [staged_layer(job.ledger, layer) if layer in chosen else None for layer in layers]
+            return _entry(workers.scorer(job).score(windows, name, staged, outputs))
         except CorruptError as error:
             workers.pool.cancel_pending()
             repairs.invalidate(error)

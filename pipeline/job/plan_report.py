@@ -43,7 +43,7 @@ from pipeline.inputs.job_inputs import Inputs, fit_methods, fitted, read_inputs
 from pipeline.job.context import with_samples
 from pipeline.job.planned_tasks import tasks_seconds
 from pipeline.methods.method import Task
-from pipeline.ranks.calibration import OTHER_SIZES
+from pipeline.ranks.calibration import BLOCKS, OTHER_SIZES
 from stores.run_directory import RunDirectory
 from workers.hardware import machine_cores, thread_fault
 from workers.memory import map_large_tensors
@@ -93,6 +93,9 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
     texts = {"texts": texts_seconds(manifest, geometry, evaluation, work, rates, passes)}
     if manifest.evaluation.calibrate_prediction:
         phases["other sizes"] = OTHER_SIZES * size_seconds(phases, passes)
+    if manifest.measures_layers:
+        of_model = phases.get("held-out", 0.0) / passes.held_out_models
+        phases["measured layers"] = size_seconds(phases, passes) + BLOCKS * of_model
     calibration = manifest.calibration
     if calibration is not None and calibration.chooses_samples:
         texts = {"amount of text": amount_seconds(calibration, geometry.layers[0], rates)} | texts

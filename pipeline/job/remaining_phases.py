@@ -17,8 +17,11 @@ from pipeline.driver.job_spec import needs_both_models
 from pipeline.driver.ledger_keys import (
     HELD_OUT,
     HELD_OUT_SCORE,
+    LAYER_RATIOS,
     TEXTS,
     TRIES,
+    block_key,
+    block_name,
     curves_key,
     dense_key,
     gradient_key,
@@ -27,7 +30,7 @@ from pipeline.driver.ledger_keys import (
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.output_scores import dense_score_key
 from pipeline.methods.registry import layers_of
-from pipeline.ranks.calibration import OTHER_SIZES
+from pipeline.ranks.calibration import OTHER_SIZES, blocks_of
 
 TRIED = 4  # a search for the smallest size within a loss tries about this many sizes
 WALK = ("statistics", "reduce", "solve", "round", "propagate")
@@ -83,6 +86,8 @@ class _Remaining:
         tries = len(ledger.keys(TRIES))
         count = 1 if self.job.inputs.max_loss is None else max(1, TRIED - tries)
         count += max(0, OTHER_SIZES - tries) if self.job.manifest.evaluation.calibrate_prediction else 0
+        measures = self.job.manifest.measures_layers and ledger.get(LAYER_RATIOS) is None
+        count += measures
         scored = self.job.held_out is not None and of_model > 0.0
         held_out = ledger.get(HELD_OUT)
         comes_first = self.passes.joined and ledger.get(TEXTS) is None
@@ -97,6 +102,9 @@ class _Remaining:
             if scored and (number > 0 or ledger.get(HELD_OUT_SCORE) is None):
                 models = ("held-out-dense", "held-out")[has_dense or number > 0 :]
                 planned += [PlannedPhase(f"score {model}", of_model) for model in models]
+        firsts = [block[0] for block in blocks_of(layers_of(self.job.inputs.tasks))] if measures else []
+        missing = [first for first in firsts if ledger.get(block_key(first)) is None]
+        planned += [PlannedPhase(f"score {block_name(first)}", of_model) for first in missing]
         return planned
 
     @property

@@ -1,27 +1,30 @@
 """The size of a job: the manifest's share, or the smallest share with a loss below `budget.max_loss`, to within 0.005.
 
 Curves propose a size, held-out text decides. Each try is solved from the statistics of one dense pass, and entered.
-With `evaluation.calibrate_prediction` a job of a given size first tries two others.
+With `evaluation.calibrate_prediction` a job of a given size first tries two others. With `budget.measure_layers` it is
+compressed twice, the second time to ranks that follow measured losses.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 
-from manifests.entries import HeldOutScoreEntry, TriedSizeEntry, TryEntry
+from manifests.entries import BlockEntry, HeldOutScoreEntry, LayerRatiosEntry, TriedSizeEntry, TryEntry
 from manifests.errors import CorruptError, InputError
 from pipeline.driver.ledger_dependencies import retract_changed
-from pipeline.driver.ledger_keys import HELD_OUT_SCORE, TRIED_SIZE, try_key
+from pipeline.driver.ledger_keys import HELD_OUT_SCORE, LAYER_RATIOS, TRIED_SIZE, block_key, block_name, try_key
+from pipeline.inputs.job_inputs import MEASURE_LAYERS
 from pipeline.job.context import JobContext
 from pipeline.job.heartbeat import Heartbeat
-from pipeline.job.held_out import forget_other_text, score_held_out, scoring_held_out
+from pipeline.job.held_out import divergence_with, forget_other_text, score_held_out, scoring_held_out
 from pipeline.job.output_scores import score_dense_first
-from pipeline.job.prediction import predicted_by_size, tries_of
+from pipeline.job.prediction import predicted_by_layer, predicted_by_size, tries_of
 from pipeline.job.text_amount import choose_samples
 from pipeline.job.texts import check_texts
 from pipeline.job.worker_session import Effort, JobWorkers, job_workers
-from pipeline.ranks.calibration import other_sizes
+from pipeline.ranks.calibration import blocks_of, measured_ratio, other_sizes
 from pipeline.ranks.search import WHOLE, least_size, next_size
 
 
@@ -43,6 +46,8 @@ def compress_to_budget(job: JobContext, heartbeat: Heartbeat) -> tuple[JobContex
             _measure_other_sizes(job, workers)
         if job.ledger.get(TRIED_SIZE) is not None:  # of another size
             retract_changed(job.ledger, job.ledger.keys(), [TRIED_SIZE])
+        if job.manifest.measures_layers:
+            _measure_layers(job, workers)
         compress_and_score(job, workers)
         return job, workers.effort
 
@@ -96,6 +101,31 @@ def _measure_other_sizes(job: JobContext, workers: JobWorkers) -> None:
     for size in missing:
         if (loss := predicted(size)) is not None:
             _try(job, size, loss, workers)
+
+
+def _measure_layers(job: JobContext, workers: JobWorkers) -> None:
+    """Compress the layers, measure the loss of some at a time, and enter by how much it differs from the predicted one.
+    Then retract the layers: their ranks are chosen again."""
+    if job.ledger.get(LAYER_RATIOS) is not None:
+        return
+    job.observer.say(f"{MEASURE_LAYERS}: first the layers are compressed to ranks that follow predicted losses")
+    compress_and_score(job, workers, compared=False)
+    predicted, ratios = predicted_by_layer(job), [1.0] * job.inputs.geometry.num_layers
+    for block in blocks_of(sorted(predicted)):
+        key, loss = block_key(block[0]), math.fsum(predicted[layer] for layer in block)
+        entered = job.ledger.get(key)
+        if entered is None:
+            divergence = divergence_with(job, workers, block, block_name(block[0]))
+            entered = BlockEntry(stop=block[-1] + 1, measured=divergence, predicted=loss)
+            job.ledger.commit(key, entered)
+            job.observer.say(
+                f"layers {block[0]} to {block[-1]}: divergence {divergence:.3g} nats per token, predicted {loss:.3g}"
+            )
+        for layer in block:
+            ratios[layer] = measured_ratio(entered.predicted, entered.measured)
+    retract_changed(job.ledger, job.ledger.keys(), [LAYER_RATIOS])
+    job.ledger.commit(LAYER_RATIOS, LayerRatiosEntry(ratios=tuple(ratios)))
+    job.observer.say(f"{MEASURE_LAYERS}: now they are compressed to ranks that follow the measured ones")
 
 
 def _try(job: JobContext, size: int, predicted: float, workers: JobWorkers, limit: str = "") -> None:

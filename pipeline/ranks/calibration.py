@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 ENDS = (900, 500)  # thousandths of `keep`: the sizes that are measured besides the job's own
 MIDDLE = 700  # replaces an end within NEAR of the job's own size
 NEAR = 50
+BLOCKS = 6  # runs of layers that are measured alone
+MOST = 16.0  # a larger ratio of measured and predicted losses is noise
 OTHER_SIZES = 2  # the number of sizes besides the job's own
 
 
@@ -21,6 +23,17 @@ def other_sizes(size: float) -> tuple[int, int]:
     """Return two sizes to measure besides this one, in thousandths of `keep`, so that they span 0.9 to 0.5."""
     far = [end for end in ENDS if abs(end - size) > NEAR]
     return (far[0], far[1]) if len(far) == 2 else (max(far[0], MIDDLE), min(far[0], MIDDLE))
+
+
+def blocks_of(layers: Sequence[int]) -> list[Sequence[int]]:
+    """Cut the layers into `BLOCKS` runs of about as many, or into single ones."""
+    ends = [round(len(layers) * part / BLOCKS) for part in range(BLOCKS + 1)]
+    return [layers[begin:end] for begin, end in itertools.pairwise(ends) if begin < end]
+
+
+def measured_ratio(predicted: float, measured: float) -> float:
+    """Return the factor that corrects the predicted losses of some layers, between 1 / `MOST` and `MOST`."""
+    return min(max(measured / predicted, 1.0 / MOST), MOST) if predicted > 0.0 else 1.0
 
 
 class CalibratedLoss:

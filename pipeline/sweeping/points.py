@@ -16,7 +16,7 @@ from manifests.sweep import Point
 from pipeline.driver.job_spec import CalibrationPasses, needs_both_models, passes_of
 from pipeline.driver.ledger_keys import point_part
 from pipeline.inputs.fingerprint import semantic_fields
-from pipeline.inputs.job_inputs import Inputs, check_inputs, opened_model
+from pipeline.inputs.job_inputs import MEASURE_LAYERS, Inputs, check_inputs, opened_model
 from pipeline.methods.method import Task
 from stores.ledger import Ledger, LedgerView
 from stores.source import SourceCheckpoint
@@ -85,6 +85,8 @@ def _check_points(
     for place, point in enumerate(points):
         manifest = point.manifest if place == 0 else _without_tasks(point.manifest)  # whose check takes seconds
         try:
+            if manifest.measures_layers:
+                raise InputError(f"{MEASURE_LAYERS}: a sweep does not measure layers; leave it out, or run single jobs")
             checked.append(check_inputs(manifest, source, config))
         except InputError as error:
             faults.setdefault(str(error), []).append(point.label)

@@ -1,0 +1,90 @@
+"""Ranks by measured losses of layers: what is measured, chosen and entered; kills in between; refusals."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pipeline.ranks.calibration import measured_ratio
+from tests.end_to_end.children import Child, Hook
+from tests.end_to_end.jobs import Job, command, file_digests
+
+pytestmark = pytest.mark.usefixtures("inline")
+
+LAYERS = 3  # of the fixture `llama`
+MakeJob = Callable[..., Job]
+PLAIN: dict[str, Any] = {
+    "methods": [{"method": "loss_aware"}],
+    "calibration.propagate": "dense",
+    "budget": {"keep": 0.8},
+}
+MEASURED = {**PLAIN, "budget": {"keep": 0.8, "measure_layers": True}}
+
+
+def weights(job: Job) -> dict[str, str]:
+    return {name: digest for name, digest in file_digests(job.output).items() if name.endswith(".safetensors")}
+
+
+def test_ranks_follow_the_measured_losses(job: MakeJob) -> None:
+    plain, made = job(**PLAIN), job(**MEASURED)
+    expected, summary = plain.run().json, made.run().json
+    blocks = [made.ledger(f"block/{layer:05d}") for layer in range(LAYERS)]
+    assert sum(block["measured"] for block in blocks) > 0.0
+    assert sum(block["predicted"] for block in blocks) == pytest.approx(expected["prediction"]["predicted"])
+    ratios = [measured_ratio(block["predicted"], block["measured"]) for block in blocks]
+    assert made.ledger("ratios")["ratios"] == ratios
+    assert made.ledger("ranks")["ranks"] != plain.ledger("ranks")["ranks"]
+    assert (
+        summary["counts"]["decoder_parameters"]["compressed"] <= 0.8 * summary["counts"]["decoder_parameters"]["dense"]
+    )
+    assert summary["prediction"]["predicted"] != expected["prediction"]["predicted"]
+    again = made.run()
+    assert again.json["already_finished"]
+
+
+def test_with_and_without_it_in_one_run_directory(job: MakeJob) -> None:
+    """The statistics serve both; the other ranks are forgotten."""
+    made, plain, measured = job(**MEASURED), job(**PLAIN), job(**MEASURED)
+    assert [each.run().code for each in (made, plain, measured)] == [0, 0, 0]
+    for setting, other in (("false", plain), ("true", measured)):
+        again = made.run("--set", f"budget.measure_layers={setting}")
+        assert "phase statistics" not in again.err
+        assert weights(made) == weights(other)
+
+
+@pytest.mark.nightly
+def test_killed_between_measurements_it_ends_the_same(job: MakeJob) -> None:
+    made, clean = job(**MEASURED), job(**MEASURED)
+    expected = clean.run().json
+    for kill, match in enumerate(("layer/00001", "block/00000", "block/00002", "ratios", "ranks", "layer/00001")):
+        child = Child("run", [str(made.manifest)], made.root / "log", Hook("commit", match=match, after=kill % 2 == 0))
+        assert child.end() == -signal.SIGKILL, child.said
+    assert made.run().json["held_out"] == expected["held_out"]
+    assert weights(made) == weights(clean)
+
+
+def test_plan_counts_it(job: MakeJob) -> None:
+    seconds = [
+        json.loads(command("plan", str(job(**each).manifest), "--json", "--tflops", "1").out)["phases"]
+        for each in (PLAIN, MEASURED)
+    ]
+    assert "measured layers" not in seconds[0]
+    assert seconds[1]["measured layers"] >= seconds[1]["solve"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"methods": [{"method": "flat_llm"}]}, "budget.measure_layers: all methods must follow predicted loss"),
+        ({"calibration.gradient": {"kind": "local"}}, "budget.measure_layers: needs calibration"),
+        ({"statistics": {"keep": False}}, "budget.measure_layers: tries sizes from kept statistics"),
+        ({"budget": {"max_loss": 0.1, "measure_layers": True}}, "give `keep`, `bytes` or `fit` beside it"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(changes: dict[str, Any], said: str, job: MakeJob) -> None:
+    ended = job(**{**MEASURED, **changes}).run()
+    assert (ended.code, said in ended.err) == (2, True), ended.err
