@@ -197,10 +197,10 @@ class BlockEntry(Record):
     predicted: Finite
 
 
-class LayerRatiosEntry(Record):
-    """For each layer, the factor by which the losses that its curves predict are multiplied."""
+class LossRatiosEntry(Record):
+    """Task -> the factor by which the losses that its curve predicts are multiplied; 1 for a task that is not named."""
 
-    ratios: Row[Annotated[PositiveFloat, Field(allow_inf_nan=False)]]
+    ratios: Mapping[str, Annotated[PositiveFloat, Field(allow_inf_nan=False)]]
 
 
 class ComparedEntry(Record):
@@ -404,7 +404,7 @@ KINDS: Mapping[str, TypeAdapter[Any]] = {
         "target": TriedSizeEntry,
         "tries": TryEntry,
         "block": BlockEntry,
-        "ratios": LayerRatiosEntry,
+        "ratios": LossRatiosEntry,
         "held_out": HeldOutEntry,
         "held_out_score": HeldOutScoreEntry,
         "scored": ScoredEntry,

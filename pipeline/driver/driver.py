@@ -34,7 +34,7 @@ from pipeline.driver.job_spec import (
 from pipeline.driver.layer_reading import LayerReading
 from pipeline.driver.layer_solving import LayerSolves, solve_layers
 from pipeline.driver.ledger_keys import (
-    LAYER_RATIOS,
+    LOSS_RATIOS,
     RANKS,
     curves_key,
     dense_key,
@@ -187,7 +187,7 @@ class Driver:
         if entered is None:
             importances, corrected = (
                 importance_from_ledger(self.job, self.session.entry),
-                self.journal.get(LAYER_RATIOS),
+                self.journal.get(LOSS_RATIOS),
             )
             scores = scores_from_ledger(self.job, self.session.entry, importances, corrected)
             importance = {str(layer): value for layer, value in scores.importance.items()}  # as JSON stores it

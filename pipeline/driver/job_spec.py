@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
-from manifests.entries import LayerRatiosEntry
+from manifests.entries import LossRatiosEntry
 from manifests.records import Curve, LedgerKey, StagedLayer
 from manifests.schema import Manifest
 from pipeline.driver.interfaces import Journal
@@ -215,19 +215,19 @@ def scores_from_ledger(
     job: Job,
     entry: Callable[[LedgerKey[Any]], Any],
     importance: Mapping[int, float],
-    corrected: LayerRatiosEntry | None,
+    corrected: LossRatiosEntry | None,
 ) -> Scores:
     """Read the scores on which ranks depend. `entry`: returns the entry of a key, or None, or raises. `corrected`: by
     how much measured losses differ from predicted ones, where they were measured."""
     measured: dict[str, Any] = {}
     curves: dict[str, Curve] = {}
+    ratios = corrected.ratios if corrected else {}
     for layer in layers_of(job.measures):
         if entered := entry(measured_key(layer)):
             measured |= entered.measured
     for layer in layers_of(job.predicts):
         if entered := entry(curves_key(layer)):
-            ratio = 1.0 if corrected is None else corrected.ratios[layer]
-            curves |= {key: curve.times(ratio) for key, curve in entered.curves.items()}
+            curves |= {key: curve.times(ratios.get(key, 1.0)) for key, curve in entered.curves.items()}
     return Scores(importance, measured, curves)
 
 

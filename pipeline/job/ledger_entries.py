@@ -21,7 +21,7 @@ from manifests.entries import DenseEntry, LayerEntry
 from manifests.records import ArrayRecord, LedgerKey
 from pipeline.driver.job_spec import Job, scores_from_ledger
 from pipeline.driver.ledger_dependencies import kind_of
-from pipeline.driver.ledger_keys import LAYER_RATIOS, RANKS, curves_key, measured_key
+from pipeline.driver.ledger_keys import LOSS_RATIOS, RANKS, curves_key, measured_key
 from pipeline.families.latent_config import described_config
 from pipeline.methods.registry import layers_of
 from pipeline.reporting.summary import print_summary
@@ -117,7 +117,7 @@ def _check_ranks(ledger: Ledger, job: Job) -> None:
     keys += [curves_key(layer) for layer in layers_of(job.predicts)]
     try:
         importance = {int(layer): value for layer, value in entry.importance.items()}
-        ranks = job.allocate(scores_from_ledger(job, ledger.get, importance, ledger.get(LAYER_RATIOS)))
+        ranks = job.allocate(scores_from_ledger(job, ledger.get, importance, ledger.get(LOSS_RATIOS)))
     except Exception as error:  # scores of the wrong kind fail wherever a method first computes with them
         for key in keys:
             _invalidate(ledger, key, f"no ranks follow from it: {error}")

@@ -10,9 +10,8 @@ from functools import cache
 from typing import Any
 
 from manifests.errors import InputError
-from manifests.records import Curve
 from pipeline.driver.job_spec import scores_from_ledger
-from pipeline.driver.ledger_keys import HELD_OUT_SCORE, LAYER_RATIOS, RANKS, TRIES, try_key
+from pipeline.driver.ledger_keys import HELD_OUT_SCORE, LOSS_RATIOS, RANKS, TRIES, try_key
 from pipeline.job.context import JobContext, driver_job
 from pipeline.ranks.calibration import CalibratedLoss
 from pipeline.ranks.curves import predicted_loss
@@ -27,7 +26,7 @@ def predicted_by_size(job: JobContext) -> Callable[[int], float | None]:
 
     size in thousandths of `keep` -> predicted loss in nats per token; None below the least size.
     """
-    scores = scores_from_ledger(driver_job(job.inputs), job.ledger.get, {}, job.ledger.get(LAYER_RATIOS))
+    scores = scores_from_ledger(driver_job(job.inputs), job.ledger.get, {}, job.ledger.get(LOSS_RATIOS))
 
     @cache
     def predicted(size: int) -> float | None:
@@ -41,14 +40,11 @@ def predicted_by_size(job: JobContext) -> Callable[[int], float | None]:
     return predicted
 
 
-def predicted_by_layer(job: JobContext) -> dict[int, float]:
-    """Return the loss that the curves of each layer predict at the chosen ranks, in nats per token."""
+def predicted_by_task(job: JobContext) -> dict[str, float]:
+    """Return task key -> the loss that its curve predicts at the chosen ranks, in nats per token."""
     scores, ranks = scores_from_ledger(driver_job(job.inputs), job.ledger.get, {}, None), job.ledger.get(RANKS)
     assert ranks is not None
-    by_layer: dict[int, dict[str, Curve]] = {}
-    for task in job.inputs.tasks:
-        by_layer.setdefault(task.layer, {})[task.key] = (scores.curves or {})[task.key]
-    return {layer: predicted_loss(curves, ranks.ranks) for layer, curves in by_layer.items()}
+    return {key: predicted_loss({key: curve}, ranks.ranks) for key, curve in (scores.curves or {}).items()}
 
 
 def predicted_at_ranks(job: JobContext) -> float | None:
@@ -58,7 +54,7 @@ def predicted_at_ranks(job: JobContext) -> float | None:
         return None
     if not spec.tasks or {task.key for task in spec.predicts} != {task.key for task in spec.tasks}:
         return None
-    scores = scores_from_ledger(spec, job.ledger.get, {}, job.ledger.get(LAYER_RATIOS))
+    scores = scores_from_ledger(spec, job.ledger.get, {}, job.ledger.get(LOSS_RATIOS))
     return predicted_loss(scores.curves or {}, ranks.ranks)
 
 

@@ -17,7 +17,7 @@ from pipeline.driver.job_spec import needs_both_models
 from pipeline.driver.ledger_keys import (
     HELD_OUT,
     HELD_OUT_SCORE,
-    LAYER_RATIOS,
+    LOSS_RATIOS,
     TEXTS,
     TRIES,
     block_key,
@@ -86,7 +86,7 @@ class _Remaining:
         tries = len(ledger.keys(TRIES))
         count = 1 if self.job.inputs.max_loss is None else max(1, TRIED - tries)
         count += max(0, OTHER_SIZES - tries) if self.job.manifest.evaluation.calibrate_prediction else 0
-        measures = self.job.manifest.measures_layers and ledger.get(LAYER_RATIOS) is None
+        measures = self.job.manifest.measures_layers and ledger.get(LOSS_RATIOS) is None
         count += measures
         scored = self.job.held_out is not None and of_model > 0.0
         held_out = ledger.get(HELD_OUT)

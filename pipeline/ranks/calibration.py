@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 ENDS = (900, 500)  # thousandths of `keep`: the sizes that are measured besides the job's own
 MIDDLE = 700  # replaces an end within NEAR of the job's own size
@@ -31,9 +32,17 @@ def blocks_of(layers: Sequence[int]) -> list[Sequence[int]]:
     return [layers[begin:end] for begin, end in itertools.pairwise(ends) if begin < end]
 
 
-def measured_ratio(predicted: float, measured: float) -> float:
-    """Return the factor that corrects the predicted losses of some layers, between 1 / `MOST` and `MOST`."""
-    return min(max(measured / predicted, 1.0 / MOST), MOST) if predicted > 0.0 else 1.0
+def loss_ratios(measured: float, predicted: Mapping[str, float], mlps: Collection[str]) -> dict[str, float]:
+    """Return task -> the factor that corrects its predicted loss, so that all tasks together lose what was measured.
+
+    The tasks of MLPs bear the difference, where there are any: predictions of attention hold. A factor is between 1 /
+    `MOST` and `MOST`.
+    """
+    bearing = [task for task in predicted if task in mlps] or [*predicted]
+    rest = math.fsum(loss for task, loss in predicted.items() if task not in bearing)
+    expected = math.fsum(predicted[task] for task in bearing)
+    ratio = min(max((measured - rest) / expected, 1.0 / MOST), MOST) if expected > 0.0 else 1.0
+    return dict.fromkeys(bearing, ratio)
 
 
 class CalibratedLoss:

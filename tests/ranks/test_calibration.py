@@ -8,7 +8,7 @@ import random
 import pytest
 from scipy.interpolate import PchipInterpolator
 
-from pipeline.ranks.calibration import CalibratedLoss, other_sizes
+from pipeline.ranks.calibration import MOST, CalibratedLoss, blocks_of, loss_ratios, other_sizes
 
 MEASURED = {  # `loss_aware`, keep -> (predicted, measured), held-out text of 16,320 tokens
     "babyllama-361": {
@@ -66,3 +66,31 @@ def test_few_measurements() -> None:
 )
 def test_sizes_that_are_measured_span_the_range(size: int, others: tuple[int, int]) -> None:
     assert other_sizes(size) == others
+
+
+@pytest.mark.parametrize(
+    ("count", "sizes"), [(30, [5] * 6), (3, [1, 1, 1]), (8, [1, 2, 1, 1, 2, 1]), (1, [1]), (0, [])]
+)
+def test_blocks_of_layers_are_about_equal(count: int, sizes: list[int]) -> None:
+    layers = [10 + number for number in range(count)]
+    blocks = blocks_of(layers)
+    assert [len(block) for block in blocks] == sizes
+    assert [layer for block in blocks for layer in block] == layers
+
+
+@pytest.mark.parametrize(
+    ("measured", "mlps", "expected"),
+    [
+        (0.10, {"mlp", "deep"}, {"mlp": 3.0, "deep": 3.0}),
+        (0.001, {"mlp", "deep"}, {"mlp": 1 / MOST, "deep": 1 / MOST}),
+        (9.0, {"mlp", "deep"}, {"mlp": MOST, "deep": MOST}),
+        (0.08, set(), {"mlp": 2.0, "deep": 2.0, "attention": 2.0}),
+    ],
+)
+def test_mlps_bear_what_was_not_predicted(measured: float, mlps: set[str], expected: dict[str, float]) -> None:
+    predicted = {"mlp": 0.02, "deep": 0.01, "attention": 0.01}
+    assert loss_ratios(measured, predicted, mlps) == pytest.approx(expected)
+
+
+def test_what_loses_nothing_is_not_corrected() -> None:
+    assert loss_ratios(0.1, {"mlp": 0.0}, {"mlp"}) == {"mlp": 1.0}
