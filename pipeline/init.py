@@ -64,10 +64,10 @@ def _body(arguments: Any, words: list[str]) -> int:
         for line in shipped_lines():
             print(line)
         return 0
-    path = _checked_path(arguments)
+    path, fit = _checked_path(arguments), _fit_of(arguments)
     from pipeline.recommendation.recommending import Request, check_goal, recommend  # slow, not needed for --list
 
-    goal = check_goal(arguments.keep, arguments.bytes, arguments.max_loss, _fit_of(arguments))
+    goal = check_goal(arguments.keep, arguments.bytes, arguments.max_loss, fit)
     folder = os.path.relpath(path.parent)
     place = arguments.address, arguments.connect_timeout
     request = Request(arguments.model, text_of(arguments), goal, folder, *place, arguments.engine)

@@ -122,7 +122,8 @@ def test_a_memory_is_asked_for(init: Init, text: Path, tmp_path: Path) -> None:
     """`init` chooses what fits and says what its neighbours need; the manifest is planned as it is."""
     model, served = factories.make_model(tmp_path / "model"), ("--context", "64", "--sequences", "2", "--on", "cpu")
     refused = init(model, "--text", text, "--fits", "1MB", *served)
-    assert (refused.code, "the smallest memory that would do" in refused.err) == (2, True)
+    assert (refused.code, "--fits 1MB are too little for transformers on a CPU" in refused.err) == (2, True)
+    assert refused.err.strip().endswith("or give a shorter --context or fewer --sequences")
     whole = init(model, "--text", text, "--fits", "24GB", *served)
     assert (whole.code, "the model fits as it is" in whole.err) == (2, True)
     assert not Path("job.yaml").exists()
