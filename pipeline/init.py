@@ -27,6 +27,7 @@ from pipeline.console.calling import as_called
 from pipeline.console.wrapping import say
 
 SHIPPED = Path(manifests.__file__).parent
+LEAST_MEMORY = 2**16  # a number below it lacks its unit
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -97,6 +98,8 @@ def _fit_of(arguments: Any) -> dict[str, Any] | None:
     if arguments.context is None:
         raise InputError(f"--fits {arguments.fits}: give --context TOKENS, too, such as --context 8192")
     memory = int(arguments.fits) if arguments.fits.isdecimal() else arguments.fits
+    if isinstance(memory, int) and memory < LEAST_MEMORY:
+        raise InputError(f"--fits {memory}: is a memory of {memory:,} bytes; give a unit, such as {memory}GB")
     engine = {} if arguments.engine is None else {"engine": arguments.engine}
     return {"memory": memory, **given, **engine}
 

@@ -142,6 +142,8 @@ def _lost(inputs: Inputs) -> dict[str, str]:
         slow = f"{' and '.join(map(str, sorted(bits)))} bits" if bits else f"{quantize.levels} levels"
         for reasons in lost.values():
             reasons.append(f"has no kernel for {slow}, which are multiplied out")
+    elif quantize:
+        lost["vllm"].append("multiplies codes out on a CPU, except 4 bits of a model in 16 bits where it has AVX-512")
     if inputs.manifest.methods and any(role not in mlps for task in inputs.tasks for role in task.roles):
         lost["llama.cpp"].append("factors of attention are multiplied out; narrower MLPs stay")
     return {engine: "; ".join(reasons) for engine, reasons in lost.items() if reasons}

@@ -111,6 +111,7 @@ def test_an_engine_is_asked_for(init: Init, llama: Path, text: Path, tmp_path: P
     codes = command("plan", "job.yaml", "--set", "quantize={bits: 4}", "--set", "methods=[]", "--set", "budget=null")
     assert "serves transformers with compressed-tensors" in codes.out
     assert factors not in codes.out
+    assert "less   vllm: multiplies codes out on a CPU, except 4 bits" in codes.out
     source = factories.make_model(tmp_path / "neox", "gpt_neox")
     refused = init(source, "--text", text, "--for", "llama.cpp", "-o", "other.yaml")
     assert refused.code == 2
@@ -179,7 +180,7 @@ def test_wrong_inputs(init: Init, llama: Path, text: Path, tmp_path: Path) -> No
         ((llama, "--text", text, "--max-loss", "-1"), "--max-loss -1: expected nats per token"),
         ((llama, "--text", text, "--keep", "0.01"), "budget"),
         ((llama, "--text", text, "--fits", "24GB"), "give --context TOKENS"),
-        ((llama, "--text", text, "--fits", "24", "--context", "8"), "memory"),
+        ((llama, "--text", text, "--fits", "24", "--context", "8"), "give a unit, such as 24GB"),
         ((llama, "--text", text, "--context", "8"), "say what --fits MEMORY should hold"),
         ((llama, "--text", text, "-o", "none/job.yaml"), "no folder none"),
         ((llama, "--text", text, "-o", "folder"), "is a folder"),
