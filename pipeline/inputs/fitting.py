@@ -194,13 +194,14 @@ def _least_share(low: float, reaches: Callable[[float], bool]) -> float:
 
 
 def _message(memory: ServingMemory, least: float, asked_by: str, advice: str) -> str:
-    fit = memory.fit
+    fit, asked = memory.fit, memory_text(memory.fit.memory)
+    unit = " bytes" if asked.isdecimal() else ""
     sequences = f"{fit.sequences} sequence{'s' if fit.sequences > 1 else ''} of {fit.context:,} tokens"
     share = f" of which it takes {memory.share:.0%}," if memory.share < 1 else ""
     smallest, copied = shown_bytes(memory.needed(least), up=True), memory.copied_bytes(least)
     copies = f", its second copy of their codes {shown_bytes(copied)}" if copied else ""
     return (
-        f"{asked_by} {memory_text(fit.memory)} are too little for {fit.engine} on a {fit.device.upper()},{share} with "
+        f"{asked_by} {asked}{unit} are too little for {fit.engine} on a {fit.device.upper()},{share} with "
         f"{sequences}: weights take at least {shown_bytes(least)} with these methods{copies}, the cache "
         f"{shown_bytes(memory.cache_bytes)}, activations {shown_bytes(memory.activation_bytes)}, the engine itself "
         f"{shown_bytes(memory.engine_bytes)}; the smallest memory that would do: {smallest}; or give {advice}"
