@@ -27,6 +27,7 @@ from pipeline.console.calling import as_called
 from pipeline.console.wrapping import say
 
 SHIPPED = Path(manifests.__file__).parent
+LEAST_MEMORY = 2**16  # a number below it lacks its unit
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -64,10 +65,10 @@ def _body(arguments: Any, words: list[str]) -> int:
         for line in shipped_lines():
             print(line)
         return 0
-    path = _checked_path(arguments)
+    path, fit = _checked_path(arguments), _fit_of(arguments)
     from pipeline.recommendation.recommending import Request, check_goal, recommend  # slow, not needed for --list
 
-    goal = check_goal(arguments.keep, arguments.bytes, arguments.max_loss, _fit_of(arguments))
+    goal = check_goal(arguments.keep, arguments.bytes, arguments.max_loss, fit)
     folder = os.path.relpath(path.parent)
     place = arguments.address, arguments.connect_timeout
     request = Request(arguments.model, text_of(arguments), goal, folder, *place, arguments.engine)
@@ -97,6 +98,8 @@ def _fit_of(arguments: Any) -> dict[str, Any] | None:
     if arguments.context is None:
         raise InputError(f"--fits {arguments.fits}: give --context TOKENS, too, such as --context 8192")
     memory = int(arguments.fits) if arguments.fits.isdecimal() else arguments.fits
+    if isinstance(memory, int) and memory < LEAST_MEMORY:
+        raise InputError(f"--fits {memory}: is a memory of {memory:,} bytes; give a unit, such as {memory}GB")
     engine = {} if arguments.engine is None else {"engine": arguments.engine}
     return {"memory": memory, **given, **engine}
 

@@ -20,7 +20,12 @@ PROBE_TOOL = {"name": PROBE, "description": "", "parameters": {"type": "object",
 
 
 class Conversation(str):
-    """The text of a conversation. Its chat template has written all of it, so that no EOS is added."""
+    """The text of a conversation. Its chat template has written all of it, so that no EOS is added.
+
+    `empty`: no message has a content but white space, or calls a tool; the text is the template's alone.
+    """
+
+    empty = False
 
 
 class DamagedError(ValueError):
@@ -61,7 +66,11 @@ class ChatTemplate:
         for name in _called(checked):
             if name not in written:
                 raise DamagedError(f"calls the tool {name!r}, and the chat template writes no calls")
-        return Conversation(written)
+        conversation = Conversation(written)
+        conversation.empty = not any(
+            message.get("tool_calls") or _text_of("", message["content"]).strip() for message in checked
+        )
+        return conversation
 
     @cached_property
     def writes_tools(self) -> bool:
@@ -140,7 +149,7 @@ def _text_of(where: str, content: Any) -> str:
     if isinstance(content, str):
         return content
     texts = []
-    for part in _list(where, "content", content):
+    for part in _list(where, "content", content, "text or a list of parts"):
         if isinstance(part, Mapping) and isinstance(part.get("text"), str):
             texts.append(part["text"])
         elif isinstance(part, str):
@@ -167,9 +176,9 @@ def _called(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield call.get("function", call)["name"]
 
 
-def _list(where: str, name: str, value: Any) -> list[Any]:
+def _list(where: str, name: str, value: Any, expected: str = "a list") -> list[Any]:
     if not isinstance(value, list):
-        raise DamagedError(f"{where}: {name} is {type(value).__name__}, expected a list")
+        raise DamagedError(f"{where}: {name} is {type(value).__name__}, expected {expected}")
     return value
 
 

@@ -21,7 +21,17 @@ from stores.backend import PIECE_BYTES
 from stores.chats import ChatTemplate
 from stores.compressed_text import UNPACKERS, UnpackedFile
 from stores.storage import Readable, Storage, open_file
-from stores.text_rows import Document, Fields, Reading, Row, RowTexts, documents_of, fields_of, missing_field
+from stores.text_rows import (
+    Document,
+    Fields,
+    Reading,
+    Row,
+    RowTexts,
+    documents_of,
+    fields_of,
+    missing_field,
+    presumed_fields,
+)
 
 BYTE_ORDER_MARK = "\ufeff"
 FIRST_ROWS = 16  # of a Parquet file, which show the fields to read
@@ -190,6 +200,7 @@ def _columns(path: str, file: Any, text: Text) -> list[str]:
     schema, types = file.schema_arrow, pyarrow.types
     lists = [field.name for field in schema if types.is_list(field.type) or types.is_large_list(field.type)]
     found = fields_of(text, dict.fromkeys(schema.names)) or _fields_of_first(file, text, lists)
+    found = found or presumed_fields(text, dict.fromkeys(schema.names))
     wanted = (*found.texts, *filter(None, (found.messages, text.tools))) if found else ()
     absent = [name for name in wanted if name not in schema.names]
     if found is None or absent:

@@ -11,6 +11,7 @@ from manifests.errors import InputError
 from stores.chats import ChatTemplate, Conversation, DamagedError, is_chat, no_template
 
 DEFAULT_FIELD = "text"
+CHAT_FIELD = "messages"  # read as conversations, damaged ones too, where no other field shows what to read
 TOOLS_FIELD = "tools"
 MOST_SKIPPED = 0.05  # share of rows without text; with more of them the field is probably the wrong one
 JUDGED_FROM = 1000  # rows from which the share is judged while more may follow
@@ -38,7 +39,7 @@ class Reading:
         """Count a document."""
         self.documents += 1
         self.conversations += isinstance(document, Conversation)
-        self.empty += not document.strip()
+        self.empty += document.empty if isinstance(document, Conversation) else not document.strip()
 
     def left_out(self) -> Iterator[str]:
         """Yield a line for each kind of thing that was left out."""
@@ -124,6 +125,13 @@ def fields_of(text: Text, item: Mapping[str, Any]) -> Fields | None:
     return Fields((), chats[0], text.tools or TOOLS_FIELD) if len(chats) == 1 else None
 
 
+def presumed_fields(text: Text, item: Mapping[str, Any]) -> Fields | None:
+    """Return the fields of a row that shows none, but has one called `messages`, so that its damage can be told."""
+    if CHAT_FIELD not in item or any(map(is_chat, item.values())):
+        return None
+    return Fields((), CHAT_FIELD, text.tools or TOOLS_FIELD)
+
+
 class RowTexts:
     """Takes the texts of rows by a manifest's text.
 
@@ -144,13 +152,15 @@ class RowTexts:
         if isinstance(item, str) and not self._objects:
             return _checked(place, item)
         if not isinstance(item, Mapping):
-            raise InputError(f"{place}: a JSON {type(item).__name__}, expected an object with {self._expected()}")
+            kind = "a bare list of messages" if is_chat(item) else f"a JSON {type(item).__name__}"
+            expected = f'an object {{"{CHAT_FIELD}": […]}}' if is_chat(item) else f"an object with {self._expected()}"
+            raise InputError(f"{place}: {kind}, expected {expected}")
         self._fields = self._fields or fields_of(self._text, item)
-        if self._fields is None:
+        if (fields := self._fields or presumed_fields(self._text, item)) is None:
             return missing_field(place, self._text, item)
-        if self._fields.messages is not None:
-            return self._conversation(place, row, self._fields, reading)
-        return self._joined(place, item, self._fields.texts)
+        if fields.messages is not None:
+            return self._conversation(place, row, fields, reading)
+        return self._joined(place, item, fields.texts)
 
     def _expected(self) -> str:
         if self._text.has_conversations and self._text.messages is None:
@@ -191,8 +201,8 @@ class RowTexts:
             written = self._template.write(row.item[name], tools, row.null_filled)
         except DamagedError as error:
             return InputError(f"{place}: field {name!r}: {error}")
-        checked = _checked(place, written)
-        return Conversation(checked)
+        _checked(place, written)
+        return written
 
 
 def documents_of(rows: Iterable[Row], texts: RowTexts, reading: Reading) -> Iterator[Document]:
@@ -230,7 +240,8 @@ def missing_field(place: str, text: Text, fields: Mapping[str, Any], name: str |
     that shows what to read."""
     chats = [each for each, value in fields.items() if is_chat(value)]
     if name is None and len(chats) > 1:
-        return InputError(f"{place}: conversations in {', '.join(map(repr, chats))}; set `messages` to one of them")
+        names = ", ".join(map(repr, chats))
+        return InputError(f"{place}: conversations in {names}; set `messages` (init: --messages) to one of them")
     if name is None and text.has_conversations:
         names = ", ".join(map(repr, fields))
         return InputError(f"{place}: no field of conversations; set `messages` to one of {names}")

@@ -64,7 +64,9 @@ def _table(rows: Sequence[tuple[str, ...]]) -> str:
 def _ordinary_table(config: Mapping[str, Any], cache_share: float) -> str:
     """Return the table of an ordinary checkpoint, whose class engines have."""
     cache = f"{1 - cache_share:.0%} of the cache"
-    serve = "`vllm serve PATH`; on a CPU `VLLM_MLA_DISABLE=1`, which caches whole heads"
+    # vLLM 0.32's own rotation on CPUs turns only the first head of this class.
+    unrotated = """VLLM_MLA_DISABLE=1 vllm serve PATH --compilation-config '{"custom_ops": ["-rotary_embedding"]}'"""
+    serve = f"`vllm serve PATH`; on a CPU `{unrotated}`, which caches whole heads"
     if (width := config.get("qk_head_dim", CPU_HEADS[0])) not in CPU_HEADS:
         serve = f"`vllm serve PATH`; on a GPU alone, as there is no kernel for heads of {width} numbers on a CPU"
     rows = [("engine", "how", "savings"), ("---", "---", "---"), ("transformers, 5.14 or newer", "as above", cache)]
@@ -140,6 +142,8 @@ def _lost(inputs: Inputs) -> dict[str, str]:
         slow = f"{' and '.join(map(str, sorted(bits)))} bits" if bits else f"{quantize.levels} levels"
         for reasons in lost.values():
             reasons.append(f"has no kernel for {slow}, which are multiplied out")
+    elif quantize:
+        lost["vllm"].append("multiplies codes out on a CPU, except 4 bits of a model in 16 bits where it has AVX-512")
     if inputs.manifest.methods and any(role not in mlps for task in inputs.tasks for role in task.roles):
         lost["llama.cpp"].append("factors of attention are multiplied out; narrower MLPs stay")
     return {engine: "; ".join(reasons) for engine, reasons in lost.items() if reasons}

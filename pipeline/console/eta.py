@@ -99,19 +99,27 @@ class Eta:
         if self.at is None or share <= 0:
             return None
         running = self.planned[self.at]
-        rest, measured = spent / share * (1 - share), self._with(spent, share)
-        if (pace := self._pace(self.measured, running)) is not None:
-            # The first units may differ from the others: they weigh as much as the share that is done.
-            planned = running.seconds * self.part * (1 - share)
-            rest = share * rest + (1 - share) * planned * pace
-            if running.kind not in self.measured and running.seconds:
-                measured[running.kind] = (spent + rest, running.seconds * self.part)
+        rest, measured = self.phase_left(spent, share), self._with(spent, share)
+        if running.kind not in self.measured and running.seconds and self._pace(self.measured, running) is not None:
+            measured[running.kind] = (spent + rest, running.seconds * self.part)
         later = 0.0
         for phase in self.planned[self.begun :]:
             if (pace := self._pace(measured, phase)) is None:
                 return None
             later += phase.seconds * pace
         return rest + later
+
+    def phase_left(self, spent: float, share: float) -> float:
+        """Return the seconds to the end of the running phase, of which a `share` above 0 is done.
+
+        The first units may differ from the others: they weigh as much as the share that is done, beside the plan at the
+        pace of what was measured before, if anything was.
+        """
+        rest = spent / share * (1 - share)
+        running = None if self.at is None else self.planned[self.at]
+        if running is None or (pace := self._pace(self.measured, running)) is None:
+            return rest
+        return share * rest + (1 - share) * running.seconds * self.part * (1 - share) * pace
 
     def paces(self) -> dict[str, tuple[float, float]]:
         """Return the paces of this run, and for other kinds those of an earlier run, for a run that resumes."""

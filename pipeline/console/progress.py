@@ -171,7 +171,7 @@ class JobObserver:
         if self.tokens and spent > 0:
             figures["speed"] = f"{self.tokens / spent:,.0f} tokens/s"
         if 0 < self.done_units < self.total_units:
-            figures["phase"] = f"{spent / share * (1 - share):,.0f} s left"
+            figures["phase"] = f"{self.eta.phase_left(spent, share):,.0f} s left"
         if (remaining := self.eta.left(spent, min(1.0, share))) is not None:
             self.state["seconds_left"] = round(remaining, 1)
             figures["job"] = f"job {remaining:,.0f} s left"

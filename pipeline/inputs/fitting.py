@@ -19,17 +19,24 @@ from pipeline.methods.registry import build_methods
 
 DIGITS = 6  # of the share of the bytes
 LEAST_SHARE = 0.16  # of the layers' bytes; no size below was measured: docs/results.md#levels
+ADVICE = "a shorter context, fewer sequences, fewer bits, or a method for the cache"
 SEARCHED = 12  # bisections for the smallest share that the methods reach
 
 Check = Callable[[Manifest], object]  # raises InputError if a budget is out of reach
 
 
 class DoesNotFitError(InputError):
-    """The weights do not fit beside what serving takes; `least_bytes`: of weights, at the smallest size."""
+    """The weights do not fit beside what serving takes; `least_bytes`: of weights, at the smallest size.
 
-    def __init__(self, memory: ServingMemory, least_bytes: float) -> None:
-        super().__init__(memory, least_bytes)
+    `asked_by`, `advice`: what the user gave the memory by, and may change.
+    """
+
+    def __init__(
+        self, memory: ServingMemory, least_bytes: float, asked_by: str = "budget.fit:", advice: str = ADVICE
+    ) -> None:
+        super().__init__(memory, least_bytes, asked_by, advice)
         self.memory, self.least_bytes = memory, least_bytes
+        self._words = asked_by, advice
 
     @property
     def needed_bytes(self) -> int:
@@ -37,7 +44,7 @@ class DoesNotFitError(InputError):
         return self.memory.needed(self.least_bytes)
 
     def __str__(self) -> str:
-        return _message(self.memory, self.least_bytes)
+        return _message(self.memory, self.least_bytes, *self._words)
 
 
 def resolve_fit(
@@ -186,18 +193,18 @@ def _least_share(low: float, reaches: Callable[[float], bool]) -> float:
     return high
 
 
-def _message(memory: ServingMemory, least: float) -> str:
-    fit = memory.fit
+def _message(memory: ServingMemory, least: float, asked_by: str, advice: str) -> str:
+    fit, asked = memory.fit, memory_text(memory.fit.memory)
+    unit = " bytes" if asked.isdecimal() else ""
     sequences = f"{fit.sequences} sequence{'s' if fit.sequences > 1 else ''} of {fit.context:,} tokens"
     share = f" of which it takes {memory.share:.0%}," if memory.share < 1 else ""
     smallest, copied = shown_bytes(memory.needed(least), up=True), memory.copied_bytes(least)
     copies = f", its second copy of their codes {shown_bytes(copied)}" if copied else ""
     return (
-        f"budget.fit: {memory_text(fit.memory)} are too little for {fit.engine} on a {fit.device.upper()},{share} with "
+        f"{asked_by} {asked}{unit} are too little for {fit.engine} on a {fit.device.upper()},{share} with "
         f"{sequences}: weights take at least {shown_bytes(least)} with these methods{copies}, the cache "
         f"{shown_bytes(memory.cache_bytes)}, activations {shown_bytes(memory.activation_bytes)}, the engine itself "
-        f"{shown_bytes(memory.engine_bytes)}; the smallest memory that would do: {smallest}; or give a shorter "
-        "context, fewer sequences, fewer bits, or a method for the cache"
+        f"{shown_bytes(memory.engine_bytes)}; the smallest memory that would do: {smallest}; or give {advice}"
     )
 
 

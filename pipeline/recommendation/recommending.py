@@ -34,6 +34,7 @@ from pipeline.rounding.tasks import unfit_inputs
 from stores.corpus import load_tokenizer
 
 DRIVER_BYTES = 2 * 2**30  # reserved for the driver if it shares a machine with workers
+FITS_WORDS = "--fits", "a shorter --context or fewer --sequences"  # of the error that a memory is too little
 
 
 @dataclass(frozen=True)
@@ -107,9 +108,9 @@ def _choose(goal: Goal, geometry: Geometry, inputs_of: Callable[[Goal], Inputs])
         try:
             inputs = inputs_of(replace(goal, recipe=recipe, fit=hardly if in_hardly_any else fit))
         except DoesNotFitError as error:
-            raise DoesNotFitError(error.memory, max(error.least_bytes, least)) from error
+            raise DoesNotFitError(error.memory, max(error.least_bytes, least), *FITS_WORDS) from error
         if inputs.serving is not None and inputs.serving.weight_bytes < least:
-            raise DoesNotFitError(inputs.serving, least)
+            raise DoesNotFitError(inputs.serving, least, *FITS_WORDS)
         return inputs
 
     rounds = not any("." in role for role in goal.unrounded)  # else no group fits the experts

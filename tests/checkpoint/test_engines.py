@@ -128,6 +128,15 @@ def test_the_title(methods: list[Any], quantize: Any, title: str) -> None:
     assert title in model_card(record, describe(config, forms_of(config, kinds.dense, 1.0)))
 
 
-@pytest.mark.parametrize(("width", "where"), [(92, "on a GPU alone"), (96, "on a CPU `VLLM_MLA_DISABLE=1`")])
+@pytest.mark.parametrize(
+    ("width", "where"),
+    [
+        (92, "on a GPU alone"),
+        (
+            96,
+            'on a CPU `VLLM_MLA_DISABLE=1 vllm serve PATH --compilation-config \'{"custom_ops": ["-rotary_embedding"]',
+        ),
+    ],
+)
 def test_latent_attention_is_served_on_a_cpu_where_its_heads_have_a_kernel(width: int, where: str) -> None:
     assert where in engine_table({"model_type": "deepseek_v3", "qk_head_dim": width}, 0.5)

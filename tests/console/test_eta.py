@@ -162,3 +162,13 @@ def test_it_is_shown_and_given_to_status(monkeypatch: pytest.MonkeyPatch) -> Non
         observer.layer_done("statistics", 0, {})
         assert observer.state["seconds_left"] == 5.0 + 8.0 + 30.0
     assert "20 tokens/s, 5 s left, job 43 s left" in shown.getvalue()
+
+
+def test_a_phase_never_takes_longer_than_its_job() -> None:
+    """The first unit took ten times as long as the plan says at the pace before."""
+    eta = Eta(ahead(("statistics", 10.0), ("compress", 10.0)), layers=10)
+    assert eta.phase_left(10.0, 0.5) == 10.0  # nothing is planned to run
+    eta.begin("statistics", 10)
+    eta.end(10.0)
+    eta.begin("compress", 10)
+    assert eta.phase_left(10.0, 0.1) == eta.left(10.0, 0.1) == pytest.approx(0.1 * 90.0 + 0.9 * 9.0)

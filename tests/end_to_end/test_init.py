@@ -111,6 +111,7 @@ def test_an_engine_is_asked_for(init: Init, llama: Path, text: Path, tmp_path: P
     codes = command("plan", "job.yaml", "--set", "quantize={bits: 4}", "--set", "methods=[]", "--set", "budget=null")
     assert "serves transformers with compressed-tensors" in codes.out
     assert factors not in codes.out
+    assert "less   vllm: multiplies codes out on a CPU, except 4 bits" in codes.out
     source = factories.make_model(tmp_path / "neox", "gpt_neox")
     refused = init(source, "--text", text, "--for", "llama.cpp", "-o", "other.yaml")
     assert refused.code == 2
@@ -122,7 +123,8 @@ def test_a_memory_is_asked_for(init: Init, text: Path, tmp_path: Path) -> None:
     """`init` chooses what fits and says what its neighbours need; the manifest is planned as it is."""
     model, served = factories.make_model(tmp_path / "model"), ("--context", "64", "--sequences", "2", "--on", "cpu")
     refused = init(model, "--text", text, "--fits", "1MB", *served)
-    assert (refused.code, "the smallest memory that would do" in refused.err) == (2, True)
+    assert (refused.code, "--fits 1MB are too little for transformers on a CPU" in refused.err) == (2, True)
+    assert refused.err.strip().endswith("or give a shorter --context or fewer --sequences")
     whole = init(model, "--text", text, "--fits", "24GB", *served)
     assert (whole.code, "the model fits as it is" in whole.err) == (2, True)
     assert not Path("job.yaml").exists()
@@ -178,7 +180,7 @@ def test_wrong_inputs(init: Init, llama: Path, text: Path, tmp_path: Path) -> No
         ((llama, "--text", text, "--max-loss", "-1"), "--max-loss -1: expected nats per token"),
         ((llama, "--text", text, "--keep", "0.01"), "budget"),
         ((llama, "--text", text, "--fits", "24GB"), "give --context TOKENS"),
-        ((llama, "--text", text, "--fits", "24", "--context", "8"), "memory"),
+        ((llama, "--text", text, "--fits", "24", "--context", "8"), "give a unit, such as 24GB"),
         ((llama, "--text", text, "--context", "8"), "say what --fits MEMORY should hold"),
         ((llama, "--text", text, "-o", "none/job.yaml"), "no folder none"),
         ((llama, "--text", text, "-o", "folder"), "is a folder"),

@@ -97,7 +97,7 @@ def test_calls_have_their_arguments_as_objects() -> None:
         ([{"role": None, "content": "w1"}], "role None"),
         ([{"content": "w1"}], "message 0 has no role"),
         ([3], "message 0 has no role"),
-        ([{"role": "user", "content": 3}], "content is int, expected a list"),
+        ([{"role": "user", "content": 3}], "content is int, expected text or a list of parts"),
         (
             [{"role": "user", "content": [{"type": "image", "url": "a"}]}],
             "a part of the type 'image', which is no text",
@@ -127,6 +127,38 @@ def test_a_field_of_conversations_is_found(kind: str, tmp_path: Path) -> None:
     assert f"1 damaged conversations are left out; the first: text file {path}, {first}" in read.left_out()[0]
     named = Text(files=files, messages="talk", template={"ending": "w7"})
     assert [*read_documents(named, tokenizer)] == [written(CHAT, [TOOL], ending="w7")] * 39
+
+
+@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("messages", [[], [{"content": "w1"}], "w1"])
+def test_damage_of_messages_is_told_where_no_field_shows_conversations(
+    kind: str, messages: Any, tmp_path: Path
+) -> None:
+    path = write_rows(tmp_path / f"a{kind}", [{"id": 1, "messages": messages}] * 3)
+    said = "message 0 has no role" if isinstance(messages, list) and messages else "holds no list of messages"
+    with pytest.raises(InputError, match=f"field 'messages': {said}"):
+        [*read_documents(Text(files=(str(path),)), tokenizer_with())]
+
+
+def test_rows_that_are_lists_of_messages_are_named(tmp_path: Path) -> None:
+    (path := tmp_path / "a.jsonl").write_text(json.dumps(CHAT))
+    with pytest.raises(
+        InputError, match=r"line 1: a bare list of messages, expected an object \{\"messages\": \[…\]\}"
+    ):
+        [*read_documents(Text(files=(str(path),)), tokenizer_with())]
+
+
+def test_conversations_without_contents_are_counted_as_empty(tmp_path: Path) -> None:
+    """The template writes its own words for them. Nothing else is an error."""
+    empty = [{"role": "user", "content": " "}, {"role": "assistant", "content": [{"type": "text", "text": ""}]}]
+    rows = [{"messages": messages} for messages in (CHAT, empty, [*empty, call({})])]
+    readings: list[Reading] = []
+    text = Text(files=(str(write_rows(tmp_path / "a.jsonl", rows)),))
+    assert len([*read_documents(text, tokenizer_with(), readings)]) == 3
+    assert (readings[0].documents, readings[0].conversations, readings[0].empty) == (3, 3, 1)
+    write_rows(tmp_path / "a.jsonl", [{"messages": empty}] * 3)
+    with pytest.raises(InputError, match="empty"):
+        [*read_documents(text, tokenizer_with())]
 
 
 def test_tools_that_the_template_does_not_write(tmp_path: Path) -> None:
