@@ -117,11 +117,15 @@ class ClockPool:
 
     def cancel_pending(self) -> None:
         """Wait for all submitted units and discard their results."""
-        while any(queue for member in self._live for queue in (*self.waiting.values(), *member.running.values())):
-            for queue in self.waiting.values():
-                queue.clear()
+        self._clear()
+        while any(queue for member in self._live for queue in member.running.values()):
             self.clock.step()
+            self._clear()
         self.finished.clear()
+
+    def _clear(self) -> None:
+        for queue in self.waiting.values():
+            queue.clear()
 
     def forget(self) -> None:
         """Make workers drop all hidden states."""
