@@ -287,11 +287,13 @@ def predicted(workers: int, propagate: str = "dense", layers: int = 16, **entry:
     rates, shape = rates_of("H200"), geometry("70B")
     shape = replace(shape, layers=shape.layers[:layers])
     job = manifest_of(propagate, None, **entry)
-    tasks = claim_tasks(build_methods(job), shape)
-    passes = planned_passes(job, shape, tasks)
-    passes = replace(passes, workers=workers, cached=bool(entry), offload=False)
+    passes = planned_passes(job, shape, claim_tasks(build_methods(job), shape))
+    few = {"shards": 32, "importance": 16 * (propagate == "compressed"), "gradient_shards": 32, "held_out_shards": 26}
+    passes = replace(passes, workers=workers, cached=bool(entry), offload=False, **few)
+    spec = replace(spec_of(job, shape, layers), shards=32, importance_shards=tuple(range(16)))
+    spec = replace(spec, gradient_shards=tuple(range(32)) if spec.gradient_shards else ())
     work = work_of("70B", propagate, **entry)
-    found = simulate(spec_of(job, shape, layers), work, rates, passes)
+    found = simulate(spec, work, rates, passes)
     return found, {"work": work, "rates": rates, "passes": passes, "phases": phase_seconds(work, rates, passes)}
 
 
