@@ -257,7 +257,7 @@ def test_a_job_ends_whoever_fails_and_when(workers: int, compressed: bool) -> No
         layers=3, shards=4, workers=workers, importance=4 if compressed else 0, compressed=compressed
     )
     whole = simulated(passes)
-    for at in range(int(whole.start) + 1, int(whole.seconds), 3):
+    for at in range(int(whole.start) + 1, int(whole.seconds), 5):
         for failures in (
             [Failure(at, at % workers)],
             [Failure(at, 0, away=9.0), Failure(at + 2, 0, away=9.0), Failure(at + 20, 0)],
@@ -282,7 +282,7 @@ def test_the_closed_form_of_small_jobs() -> None:
         assert sum(phase_seconds(WORK, RATES, passes).values()) == pytest.approx(found.seconds, rel=0.06)
 
 
-def predicted(workers: int, propagate: str = "dense", layers: int = 16, **entry: Any) -> tuple[Simulated, Settings]:
+def predicted(workers: int, propagate: str = "dense", layers: int = 8, **entry: Any) -> tuple[Simulated, Settings]:
     """Return the simulated job of a 70B model of fewer layers on H200, and its plan's phases."""
     rates, shape = rates_of("H200"), geometry("70B")
     shape = replace(shape, layers=shape.layers[:layers])
@@ -310,9 +310,9 @@ def test_the_plan_agrees_where_ranks_follow_the_loss(correct: str, workers: int)
     found, plan = predicted(workers, method="loss_aware", correct=correct)
     work, rates, passes = plan["work"], plan["rates"], plan["passes"]
     assert sum(plan["phases"].values()) == pytest.approx(found.seconds, rel=0.25)
-    assert found.busy["curves"] == pytest.approx(16 * sum(solve_seconds(curve, rates) for curve in work.curves))
+    assert found.busy["curves"] == pytest.approx(8 * sum(solve_seconds(curve, rates) for curve in work.curves))
     scored = sum(held_out_seconds(flops, work, rates, passes) for flops in work.held_out_flops)
-    assert found.busy["held-out"] == pytest.approx(16 * scored)
+    assert found.busy["held-out"] == pytest.approx(8 * scored)
     assert (found.busy["correct"] > 0) == (correct == "output")
 
 

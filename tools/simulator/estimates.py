@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from manifests.records import ArrayRecord, Curve, FormSpec, GradientRecord, RefinedFigures, StagedRecord
@@ -47,7 +47,6 @@ from pipeline.units.sums import (
     ChooseGridsDone,
     Collect,
     CollectDone,
-    Summed,
     Total,
 )
 from pipeline.units.units import (
@@ -67,7 +66,6 @@ from pipeline.units.units import (
 )
 from tools.simulator.clock import Clock, Course, Transfer
 from tools.simulator.pool import Worker
-from workers.placement import shard_of
 
 HANDLE = "tensor"
 PIECES = 8  # writes of a layer's sums, some rows at a time: other requests to the disk come between
@@ -86,11 +84,11 @@ TRAINED = RefinedFigures(
 
 @dataclass
 class Estimates:
-    """Returns the courses of a job's units.
+    """Returns the course of any unit of a job, by its class.
 
     Attributes:
         busy: the workers' seconds by kind of work.
-        reads: the reads of layers that have begun, by what reads them, the layer, and the node.
+        reads: the reads of layers that have begun, by what reads them, the layer, and the node; -1: by all nodes.
     """
 
     clock: Clock
@@ -102,194 +100,133 @@ class Estimates:
     reads: dict[tuple[str, int, int], Transfer] = field(default_factory=dict)
 
     def __call__(self, unit: Unit, worker: Worker) -> Course[Any]:
-        """Return the course of a unit on a worker. Raises TypeError for units that no simulated job has."""
-        match unit:
-            case Forward() | Pair() | Backward():
-                return self._pass(unit, worker)
-            case ChooseGrids():
-                return self._choose_grids(unit, worker)
-            case Collect():
-                return self._collect(unit, worker)
-            case CheckGrids():
-                return self._after(0.0, "", CheckGridsDone({}))
-            case Add():
-                return self._add(unit)
-            case Total():
-                return self._total(unit, worker)
-            case Reduce():
-                return self._reduce(unit, worker)
-            case Measure():
-                return self._after(0.0, "", {})
-            case BeginCurve() | CurvePieces() | Predict():
-                return self._curve(unit, worker)
-            case Solve():
-                return self._solve(unit)
-            case Refine():
-                return self._refine(unit)
-            case Write():
-                return self._write(unit, worker)
-            case WindowForward():
-                return self._window(unit, worker)
-            case Score():
-                return self._after(0.0, "", Scored(0.0, 1))
-            case Compare():
-                return self._compare(unit)
-            case ReadLayer():
-                return self._read_layer(unit, worker)
-        raise TypeError(f"no seconds are known for {unit.key}")
+        """Return the course of a unit on a worker. Raises AttributeError for units that no simulated job has."""
+        course: Course[Any] = getattr(self, f"_{type(unit).__name__.lower()}")(unit, worker)
+        return course
 
-    def _after(self, seconds: float, kind: str, result: Any) -> Course[Any]:
+    def _compute(self, kind: str, seconds: float) -> Course[None]:
         yield seconds
-        if kind:
-            self.busy[kind] += seconds
-        return result
+        self.busy[kind] += seconds
 
     # -- passes of shards --------------------------------------------------------------------------------------------
 
-    def _pass(self, unit: Summable, worker: Worker) -> Course[ShardDone]:
-        yield self._layer_read(unit, worker)
+    def _forward(self, unit: Forward, worker: Worker) -> Course[ShardDone]:
+        work, rates, passes, shards = self.work, self.rates, self.passes, self.job.shards
+        if unit.staged is not None or (unit.lineage == "compressed" and not unit.moments):
+            kind, seconds = "propagate", forward_seconds(work, rates, passes, packed=unit.staged is not None)
+        elif unit.moments:
+            kind, seconds = "statistics", statistics_seconds(work, rates, passes)
+        else:
+            cosines = unit.cosine * work.cosine_bytes / rates.memory / max(1, len(self.job.importance_shards))
+            kind, seconds = "importance", forward_seconds(work, rates, passes) + cosines * shards
+        inputs = unit.keep_inputs * work.gradient_input_bytes / max(1, len(self.job.gradient_shards))
+        stored = unit.store * work.hidden_bytes / shards + inputs
+        parts = len(self.job.parts(unit.layer, (), unit.staged))
+        done = yield from self._pass(unit, worker, kind, seconds / shards / parts, stored)
+        samples = {moment: HANDLE for moment in unit.moments if moment.kind == "sample"}
+        cosine, kept = (1.0, 1) if unit.cosine else None, RECORD if unit.keep_inputs else None
+        return replace(done, partials=samples, cosine=cosine, inputs=kept)
+
+    def _pair(self, unit: Pair, worker: Worker) -> Course[ShardDone]:
+        """Pass the layer of both models.
+
+        A correction passes each layer to each of its points, and to the next layer. A layer that is trained together
+        with others is passed once, others to their targets and to the next layer.
+        """
+        if self.work.correction_flops and not unit.targets:
+            steps = 1 + len(self._corrected_steps(unit.layer))
+            kind, seconds = "correct", correction_seconds(self.work, self.rates) / steps
+        else:
+            refinement = self.work.refinement
+            kind, seconds = "refine", refinement.passes / self.rates.products / (1 if refinement.independent else 2)
+        stored = unit.store * 2 * self.work.hidden_bytes / self.job.shards
+        return (yield from self._pass(unit, worker, kind, seconds / self.job.shards, stored))
+
+    def _backward(self, unit: Backward, worker: Worker) -> Course[ShardDone]:
+        seconds = gradient_seconds(self.work, self.rates) / len(self.job.gradient_shards)
+        stored = unit.store * self.work.gradient_input_bytes / len(self.job.gradient_shards)
+        parts = len(self.job.parts(unit.layer, ()))
+        return (yield from self._pass(unit, worker, "gradient", seconds / parts, stored))
+
+    def _pass(
+        self, unit: Summable, worker: Worker, kind: str, seconds: float, stored_bytes: float
+    ) -> Course[ShardDone]:
+        yield self._layer_read(unit, unit.layer, worker)
         if unit.ahead is not None:
-            self._read(unit.lineage, unit.ahead, worker.node, getattr(unit, "ahead_weights", ()))
-        kind, seconds = self._seconds(unit)
-        yield from self._after(seconds + self._replay_seconds(unit, worker), kind, None)
+            self._layer_read(unit, unit.ahead, worker)
+        yield from self._compute(kind, seconds + self._replay_seconds(unit, worker))
         if unit.sums is not None:
             worker.sums.setdefault(unit.sums.name, []).append(unit.shard)
-        if stored := self._stored_bytes(unit):
+        if stored_bytes:
             yield self.rates.commit_s
-            yield self.clock.transfer(f"disk {worker.node}", stored / self.rates.disk)
-        self._hold(unit, worker, unit.emit)
-        return ShardDone(
-            partials={moment: HANDLE for moment in unit.moments if moment.kind == "sample"},
-            cosine=(1.0, 1) if getattr(unit, "cosine", False) else None,
-            activation=RECORD if unit.store else None,
-            tokens=1,
-            inputs=RECORD if getattr(unit, "keep_inputs", False) else None,
-            worker=worker.name,
-        )
-
-    def _seconds(self, unit: Summable) -> tuple[str, float]:
-        """Return the kind and the seconds of a shard's pass through a layer or a part of it."""
-        work, rates, passes, shards = self.work, self.rates, self.passes, self.job.shards
+            yield self.clock.transfer(f"disk {worker.node}", stored_bytes / self.rates.disk)
         if isinstance(unit, Backward):
-            return "gradient", gradient_seconds(work, rates) / self._parts(unit) / len(self.job.gradient_shards)
-        if isinstance(unit, Pair):
-            return self._pair_seconds(unit)
-        if unit.staged is not None or (unit.lineage == "compressed" and not unit.moments):
-            seconds = forward_seconds(work, rates, passes, packed=unit.staged is not None)
-            return "propagate", seconds / self._parts(unit) / shards
-        if unit.moments:
-            return "statistics", statistics_seconds(work, rates, passes) / self._parts(unit) / shards
-        cosines = work.cosine_bytes / rates.memory / len(self.job.importance_shards) if unit.cosine else 0.0
-        return "importance", forward_seconds(work, rates, passes) / self._parts(unit) / shards + cosines
-
-    def _pair_seconds(self, unit: Pair) -> tuple[str, float]:
-        """Return the kind and the seconds of a shard's pass through the layer of both models.
-
-        A correction passes each layer to each of its points, and on to the next. A layer that is trained together with
-        others is passed once, others to their targets and to the next layer.
-        """
-        shards, work, rates = self.job.shards, self.work, self.rates
-        if work.correction_flops and not unit.targets:
-            steps = 1 + sum(1 for points in self.job.points[unit.layer] if self._pairs(unit.layer, points))
-            return "correct", correction_seconds(work, rates) / steps / shards
-        seconds = work.refinement.passes / rates.products / shards
-        return "refine", seconds / (1 if work.refinement.independent else 2)
+            worker.hidden[_shard(unit)] = unit.layer + (not unit.emit)
+        else:
+            worker.hidden[_shard(unit)] = unit.layer + unit.emit
+        return ShardDone({}, None, RECORD if unit.store else None, 1, worker=worker.name)
 
     def _replay_seconds(self, unit: Summable | WindowForward, worker: Worker) -> float:
         """Return the seconds in which a worker recomputes the values that the unit needs, from the nearest layer where
         it holds them, or they are committed."""
-        held = worker.hidden.get(_shard(unit))
+        at = [layer for layer in (worker.hidden.get(_shard(unit)), unit.base) if layer is not None]
         if isinstance(unit, Backward):
-            above = [layer for layer in (held, unit.base) if layer is not None and layer > unit.layer]
-            lacking = 0 if unit.probe else min(above) - unit.layer - 1
+            lacking = 0 if unit.probe else min(layer for layer in at if layer > unit.layer) - unit.layer - 1
             return lacking * gradient_seconds(self.work, self.rates) / len(self.job.gradient_shards)
-        lacking = unit.layer - max(layer for layer in (held, unit.base) if layer is not None and layer <= unit.layer)
+        lacking = unit.layer - max(layer for layer in at if layer <= unit.layer)
         if isinstance(unit, WindowForward):
             return lacking * self._window_seconds(unit)
         models = 2 if isinstance(unit, Pair) else 1
         return lacking * models * forward_seconds(self.work, self.rates, self.passes) / self.job.shards
 
-    def _hold(self, unit: Summable | WindowForward, worker: Worker, emit: bool = True) -> None:
-        """Note the values that a worker holds after a unit: a layer's inputs, or the gradients there."""
-        if isinstance(unit, Backward):
-            worker.hidden[_shard(unit)] = unit.layer if emit and not unit.part else unit.layer + 1
-        else:
-            worker.hidden[_shard(unit)] = unit.layer + emit
+    def _layer_read(self, unit: Summable, layer: int, worker: Worker) -> Transfer:
+        """Return the read of a layer by a worker's node, or its way over the network if each node has read a part."""
+        shared = isinstance(unit, Forward) and bool(unit.weights)
+        key = (unit.lineage, layer, -1 if shared else worker.node)
+        if shared and key not in self.reads:
+            seconds = pass_on_seconds(self.work, self.rates, self.passes)
+            self.reads[key] = self.clock.transfer("network", seconds)
+        first = unit.lineage in ("dense", "compressed")
+        cached = self.passes.source_cached(self.rates) if first else self.passes.cached
+        return self._read(key, self.work.weight_bytes, cached)
 
-    def _parts(self, unit: Forward | Backward) -> int:
-        return len(self.job.parts(unit.layer, (), getattr(unit, "staged", None)))
+    def _read(self, key: tuple[str, int, int], size: float, cached: bool) -> Transfer:
+        """Return the read of a layer, from memory if it is cached. Start it if it has not begun."""
+        if key not in self.reads:
+            place, rate = ("memory", self.rates.link) if cached else ("disk", self.rates.disk)
+            self.reads[key] = self.clock.transfer(f"{place} {key[-1]}", size / rate)
+        return self.reads[key]
 
-    def _stored_bytes(self, unit: Summable) -> float:
-        """Return the bytes that a unit stores: values of a shard, of both models or of one, and inputs of its gradient
-        samples."""
-        models = 2 if isinstance(unit, Pair) else 1
-        outputs = models * self.work.hidden_bytes / self.job.shards if unit.store else 0.0
-        if isinstance(unit, Forward) and unit.keep_inputs:
-            return outputs + self.work.gradient_input_bytes / len(self.job.gradient_shards)
-        return outputs
-
-    def _layer_read(self, unit: Summable, worker: Worker) -> Transfer:
-        return self._read(unit.lineage, unit.layer, worker.node, getattr(unit, "weights", ()))
-
-    def _read(self, reader: str, layer: int, node: int, weights: Sequence[Any] = ()) -> Transfer:
-        """Return the read of a layer by a node, for a pass. Start it if it has not begun. `weights`: handles of parts
-        that all nodes have read, which come over the network."""
-        if (reader, layer, node) not in self.reads:
-            if weights:
-                # The network carries all nodes' parts at once.
-                transfer = next((self.reads[key] for key in self._on_all_nodes(reader, layer)), None)
-                transfer = transfer or self.clock.transfer(
-                    "network", pass_on_seconds(self.work, self.rates, self.passes)
-                )
-            elif reader in ("dense", "compressed"):
-                place = "memory" if self.passes.source_cached(self.rates) else "disk"
-                seconds = read_seconds(self.work, self.rates, self.passes, shared=False)
-                transfer = self.clock.transfer(f"{place} {node}", seconds)
-            else:
-                transfer = self._read_again(node, self.work.weight_bytes)
-            self.reads[reader, layer, node] = transfer
-        return self.reads[reader, layer, node]
-
-    def _on_all_nodes(self, reader: str, layer: int) -> list[tuple[str, int, int]]:
-        nodes = range(self.passes.nodes(self.rates))
-        return [key for node in nodes if (key := (reader, layer, node)) in self.reads]
-
-    def _read_again(self, node: int, size: float) -> Transfer:
-        """Start to read bytes that a node has read before, or written."""
-        cached, rates = self.passes.cached, self.rates
-        place, rate = ("memory", rates.link) if cached else ("disk", rates.disk)
-        return self.clock.transfer(f"{place} {node}", size / rate)
-
-    def _read_layer(self, unit: ReadLayer, worker: Worker) -> Course[ReadDone]:
+    def _readlayer(self, unit: ReadLayer, worker: Worker) -> Course[ReadDone]:
         yield self.clock.transfer(f"disk {worker.node}", read_seconds(self.work, self.rates, self.passes))
         return ReadDone(HANDLE)
 
     # -- sums --------------------------------------------------------------------------------------------------------
 
-    def _choose_grids(self, unit: ChooseGrids, worker: Worker) -> Course[ChooseGridsDone]:
+    def _choosegrids(self, unit: ChooseGrids, worker: Worker) -> Course[ChooseGridsDone]:
         forward: Summable = unit.forward
-        yield self._layer_read(forward, worker)
+        yield self._layer_read(forward, forward.layer, worker)
+        kind, seconds = "statistics", grid_seconds(self.work, self.rates)
         if isinstance(forward, Backward):
             kind, seconds = "gradient", gradient_grid_seconds(self.work, self.rates)
-        else:
-            kind, models = ("correct", 2) if isinstance(forward, Pair) else ("statistics", 1)
-            seconds = models * grid_seconds(self.work, self.rates)
-        yield from self._after(seconds + self._replay_seconds(forward, worker), kind, None)
-        self._hold(forward, worker, emit=False)
-        return ChooseGridsDone({moment: HANDLE for moment in forward.moments})
+        elif isinstance(forward, Pair):
+            kind, seconds = "correct", 2 * seconds
+        yield from self._compute(kind, seconds + self._replay_seconds(forward, worker))
+        worker.hidden[_shard(forward)] = forward.layer + isinstance(forward, Backward)
+        return ChooseGridsDone(dict.fromkeys(forward.moments, HANDLE))
 
     def _collect(self, unit: Collect, worker: Worker) -> Course[CollectDone]:
         size = self._bytes(unit.lineage, unit.layer, unit.moments)
         yield self.clock.transfer(f"link {worker.name}", size / self.rates.link)
-        return CollectDone(
-            partials={moment: (HANDLE,) * unit.parts for moment in unit.moments},
-            diagonals=dict.fromkeys(unit.moments, HANDLE),
-            shards=tuple(worker.sums.pop(unit.sums)),
-            node=f"node-{worker.node}",
-            tokens=dict.fromkeys(unit.moments, 1),
-        )
+        sums, diagonals = dict.fromkeys(unit.moments, (HANDLE,) * unit.parts), dict.fromkeys(unit.moments, HANDLE)
+        shards, tokens = tuple(worker.sums.pop(unit.sums)), dict.fromkeys(unit.moments, 1)
+        return CollectDone(sums, diagonals, shards, f"node-{worker.node}", tokens)
 
-    def _add(self, unit: Add) -> Course[AddDone]:
+    def _checkgrids(self, unit: CheckGrids, worker: Worker) -> Course[CheckGridsDone]:
+        yield 0.0
+        return CheckGridsDone({})
+
+    def _add(self, unit: Add, worker: Worker) -> Course[AddDone]:
         """Add a part of a moment on a worker's device, which each sum enters and one leaves. Sums of other nodes come
         over the network first."""
         rates, count = self.rates, len(unit.partials)
@@ -302,76 +239,87 @@ class Estimates:
         return AddDone(HANDLE)
 
     def _total(self, unit: Total, worker: Worker) -> Course[ArrayRecord]:
-        size, rates = self._bytes(unit.lineage, unit.layer, (unit.moment,)), self.rates
-        seconds = store_seconds(self.work, rates, self.passes) * size / self.work.moment_bytes
+        share = self._bytes(unit.lineage, unit.layer, (unit.moment,)) / self.work.moment_bytes
+        seconds = share * store_seconds(self.work, self.rates, self.passes)
         yield self.clock.transfer(f"disk {worker.node}", seconds, PIECES)
         return GRADIENTS if unit.moment.kind == "gradient" else RECORD
 
     def _reduce(self, unit: Reduce, worker: Worker) -> Course[ArrayRecord]:
-        samples = [moment for moment in layer_moments(self.job.tasks, unit.layer) if moment.kind == "sample"]
-        yield self.clock.transfer(f"disk {worker.node}", self.work.sample_bytes / len(samples) / self.rates.disk)
+        samples = sum(moment.kind == "sample" for moment in layer_moments(self.job.tasks, unit.layer))
+        yield self.clock.transfer(f"disk {worker.node}", self.work.sample_bytes / samples / self.rates.disk)
         return RECORD
 
     def _bytes(self, lineage: str, layer: int, moments: Sequence[Moment]) -> float:
         """Return the size of the sums of some moments of a layer."""
         if lineage == "paired":
-            points = [points for points in self.job.points[layer] if self._pairs(layer, points)]
-            step = next(step for step, some in enumerate(points) if moments[0].point in some)
-            return self.work.pair_bytes[step] * len(moments) / len(self._pairs(layer, points[step]))
+            step, pairs = next(
+                (step, pairs) for step, pairs in enumerate(self._corrected_steps(layer)) if moments[0] in pairs
+            )
+            return self.work.pair_bytes[step] * len(moments) / len(pairs)
         if lineage == "gradient":
             return self.work.gradient_bytes * len(moments) / len(layer_gradients(self.job.tasks, layer))
-        summed = [moment for moment in layer_moments(self.job.tasks, layer) if moment.kind in SUMMED]
-        return self.work.moment_bytes * len(moments) / len(summed)
+        summed = sum(moment.kind in SUMMED for moment in layer_moments(self.job.tasks, layer))
+        return self.work.moment_bytes * len(moments) / summed
 
-    def _pairs(self, layer: int, points: Sequence[str]) -> set[Moment]:
-        """Return the pairs of a layer that are summed at some points."""
-        tasks = [task for task in self.job.tasks if task.layer == layer]
-        return {moment for task in tasks for moment in task.corrections if moment.point in points}
+    def _corrected_steps(self, layer: int) -> list[set[Moment]]:
+        """Return the pairs that each step of a layer's correction sums."""
+        pairs = {moment for task in self.job.tasks if task.layer == layer for moment in task.corrections}
+        steps = ({pair for pair in pairs if pair.point in points} for points in self.job.points[layer])
+        return [step for step in steps if step]
 
     # -- groups ------------------------------------------------------------------------------------------------------
 
-    def _curve(self, unit: BeginCurve | CurvePieces | Predict, worker: Worker) -> Course[Any]:
-        """Read the moments, then compute the curve, or the part of it that the unit asks for."""
-        curve = self._of_task(self.work.curves, unit.task, self.job.predicts)
-        if isinstance(unit, Predict) and unit.pieces:
-            return CURVE
-        seconds = solve_seconds(curve, self.rates)
-        if not isinstance(unit, Predict):
-            assert curve.shared is not None, "a curve in pieces has a common part"
-            begun = solve_seconds(curve.shared, self.rates)
-            again = curve.repeated / self.rates.double
-            share = len(unit.numbers) / unit.task.pieces if isinstance(unit, CurvePieces) else 0.0
-            seconds = (seconds - begun) * share + again if isinstance(unit, CurvePieces) else begun
-        size = self.work.moment_bytes / max(1, len(self.work.curves))
-        if self.passes.cached:
-            yield self.clock.transfer(f"link of {worker.name}", size / self.rates.link)
-        else:
-            yield self.clock.transfer(f"disk {worker.node}", size / self.rates.disk)
-        result: Any = CURVE if isinstance(unit, Predict) else HANDLE
-        if isinstance(unit, CurvePieces):
-            result = [HANDLE] * len(unit.numbers)
-        return (yield from self._after(seconds, "curves", result))
+    def _measure(self, unit: Measure, worker: Worker) -> Course[dict[str, Any]]:
+        yield 0.0
+        return {}
 
-    def _solve(self, unit: Solve) -> Course[SolveDone]:
+    def _begincurve(self, unit: BeginCurve, worker: Worker) -> Course[Any]:
+        yield from self._curve(worker, solve_seconds(self._shared(unit.task), self.rates))
+        return HANDLE
+
+    def _curvepieces(self, unit: CurvePieces, worker: Worker) -> Course[list[Any]]:
+        curve, rates = self._of_task(self.work.curves, unit.task, self.job.predicts), self.rates
+        seconds = solve_seconds(curve, rates) - solve_seconds(self._shared(unit.task), rates)
+        seconds *= len(unit.numbers) / unit.task.pieces
+        yield from self._curve(worker, seconds + curve.repeated / rates.double)
+        return [HANDLE] * len(unit.numbers)
+
+    def _predict(self, unit: Predict, worker: Worker) -> Course[Curve]:
+        if not unit.pieces:
+            curve = self._of_task(self.work.curves, unit.task, self.job.predicts)
+            yield from self._curve(worker, solve_seconds(curve, self.rates))
+        return CURVE
+
+    def _curve(self, worker: Worker, seconds: float) -> Course[None]:
+        """Read the moments of a group, and compute its curve or a part of it."""
+        place, rate = ("link of", self.rates.link) if self.passes.cached else ("disk", self.rates.disk)
+        at = worker.name if self.passes.cached else worker.node
+        yield self.clock.transfer(f"{place} {at}", self.work.moment_bytes / len(self.work.curves) / rate)
+        yield from self._compute("curves", seconds)
+
+    def _shared(self, task: Task) -> Work:
+        shared = self._of_task(self.work.curves, task, self.job.predicts).shared
+        assert shared is not None, "a curve in pieces has a common part"
+        return shared
+
+    def _solve(self, unit: Solve, worker: Worker) -> Course[SolveDone]:
         solve = self._of_task(self.work.solves, unit.task, self.job.tasks)
         seconds = solve_seconds(solve, self.rates) / max(1, len(unit.task.corrections))
         if unit.task.moments:
             seconds += moment_wait_seconds(self.work, self.rates, self.passes)
-        for moment, found in unit.statistics.items():
-            if moment.kind == "pair" and isinstance(found, Summed):
-                seconds += self._bytes("paired", unit.task.layer, (moment,)) / self.rates.link
-        forms = {unit.task.name: FormSpec(form="dense", rank=1)}
-        return (yield from self._after(seconds, "solve", SolveDone(HANDLE, forms, {})))
+        pairs = [moment for moment in unit.statistics if moment.kind == "pair"]
+        seconds += sum(self._bytes("paired", unit.task.layer, (pair,)) for pair in pairs) / self.rates.link
+        yield from self._compute("solve", seconds)
+        return SolveDone(HANDLE, {unit.task.name: FormSpec(form="dense", rank=1)}, {})
 
     def _of_task(self, works: Sequence[Work], task: Task, tasks: Sequence[Task]) -> Work:
         """Return the work of a task by its place among those of its layer."""
         names = [other.name for other in tasks if other.layer == task.layer]
         return works[names.index(task.name) % len(works)]
 
-    def _refine(self, unit: Refine) -> Course[RefineDone]:
-        seconds = self.work.refinement.training_seconds(self.rates, self.passes.cached)
-        groups = tuple(SolveDone(HANDLE, group.forms, group.report) for group in unit.groups)
-        return (yield from self._after(seconds, "refine", RefineDone(groups, TRAINED)))
+    def _refine(self, unit: Refine, worker: Worker) -> Course[RefineDone]:
+        yield from self._compute("refine", self.work.refinement.training_seconds(self.rates, self.passes.cached))
+        return RefineDone(tuple(SolveDone(HANDLE, group.forms, group.report) for group in unit.groups), TRAINED)
 
     def _write(self, unit: Write, worker: Worker) -> Course[StagedRecord]:
         yield self.clock.transfer(f"disk {worker.node}", self.work.written_bytes / self.rates.disk)
@@ -380,32 +328,29 @@ class Estimates:
 
     # -- scores ------------------------------------------------------------------------------------------------------
 
-    def _window(self, unit: WindowForward, worker: Worker) -> Course[ShardDone]:
-        yield self._window_read(unit, unit.layer, worker)
+    def _windowforward(self, unit: WindowForward, worker: Worker) -> Course[ShardDone]:
+        size, cached = self.work.weight_bytes if unit.staged is None else self.work.written_bytes, self.passes.cached
+        yield self._read((unit.model, unit.layer, worker.node), size, cached)
         if unit.ahead is not None:
-            self._window_read(unit, unit.ahead, worker)
-        seconds = self._window_seconds(unit) + self._replay_seconds(unit, worker)
-        yield from self._after(seconds, "held-out", None)
-        self._hold(unit, worker)
+            self._read((unit.model, unit.ahead, worker.node), size, cached)
+        yield from self._compute("held-out", self._window_seconds(unit) + self._replay_seconds(unit, worker))
+        worker.hidden[_shard(unit)] = unit.layer + 1
         return ShardDone({}, None, RECORD if unit.store else None, 1)
-
-    def _window_read(self, unit: WindowForward, layer: int, worker: Worker) -> Transfer:
-        key = (unit.model, layer, worker.node)
-        if key not in self.reads:
-            size = self.work.weight_bytes if unit.staged is None else self.work.written_bytes
-            self.reads[key] = self._read_again(worker.node, size)
-        return self.reads[key]
 
     def _window_seconds(self, unit: WindowForward) -> float:
         flops = self.work.held_out_flops[unit.staged is not None]
         return held_out_seconds(flops, self.work, self.rates, self.passes) / unit.windows.shards
 
-    def _compare(self, unit: Compare) -> Course[CompareDone]:
-        seconds = len(unit.staged) * compare_seconds(self.work, self.rates, self.passes)
-        return (yield from self._after(seconds, "compare", CompareDone({"layer_errors": (), "sketch": ()}, HANDLE)))
+    def _score(self, unit: Score, worker: Worker) -> Course[Scored]:
+        yield 0.0
+        return Scored(0.0, 1)
+
+    def _compare(self, unit: Compare, worker: Worker) -> Course[CompareDone]:
+        seconds = compare_seconds(self.work, self.rates, self.passes)
+        yield from self._compute("compare", len(unit.staged) * seconds)
+        return CompareDone({"layer_errors": (), "sketch": ()}, HANDLE)
 
 
 def _shard(unit: Summable | WindowForward) -> tuple[str, int]:
-    """Return the name of a shard's values: those of each pass apart."""
-    model, shard = shard_of(unit)
-    return (model or getattr(unit, "lineage", ""), shard)
+    """Return the name of a shard's values on the way through a model."""
+    return (unit.model if isinstance(unit, WindowForward) else unit.lineage, unit.shard)

@@ -39,7 +39,7 @@ class Worker:
         shards: the shards that the pool gives it.
         running: the units of each of its threads, the first of which runs.
         sums: pass -> the shards in its sums.
-        hidden: shard and model -> the layer whose inputs it holds.
+        hidden: shard, and model or direction -> the layer whose inputs, or the gradients at them, it holds.
     """
 
     name: str
