@@ -21,7 +21,8 @@ from pipeline.cost_model.work import LayerWork, layer_work
 from pipeline.driver.job_spec import Job, passes_of
 from pipeline.families.geometry import Geometry
 from pipeline.families.registry import geometry_of, standard_config
-from pipeline.methods.registry import build_methods, claim_tasks, measure_tasks, predict_tasks
+from pipeline.job.context import job_spec
+from pipeline.methods.registry import build_methods, claim_tasks
 from tools.simulator.pool import Failure
 from tools.simulator.simulator import Simulated, simulate
 
@@ -85,18 +86,8 @@ def job_of(manifest: Manifest, geometry: Geometry, every: int) -> Job:
     """Return the job as its driver sees it. All its ranks are 1. `every`: as `Job.every`."""
     methods = build_methods(manifest)
     tasks = claim_tasks(methods, geometry)
-    return Job(
-        **vars(passes_of(manifest, methods, tasks, geometry.hidden)),
-        num_layers=geometry.num_layers,
-        tasks=tasks,
-        allocate=lambda _: {task.key: {"rank": 1} for task in tasks},
-        points=tuple(layer.corrected_points for layer in geometry.layers),
-        every=every,
-        experts=tuple(layer.num_experts for layer in geometry.layers),
-        held_experts=manifest.workers.experts,
-        measures=measure_tasks(methods, geometry),
-        predicts=predict_tasks(methods, geometry),
-    )
+    spec = job_spec(manifest, methods, geometry, tasks, passes_of(manifest, methods, tasks, geometry.hidden))
+    return replace(spec, every=every, allocate=lambda _: {task.key: {"rank": 1} for task in tasks})
 
 
 def rows(rates: Rates, failures_s: Sequence[float] = ()) -> Iterator[str]:

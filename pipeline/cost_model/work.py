@@ -151,7 +151,9 @@ def layer_work(
         curves=busiest.curves(),
         gradient_input_bytes=gradient_tokens * layer.hidden * itemsize,
         gradient_bytes=8 * sum(triangle_numbers(moment, layer) for moment in busiest.gradients),
-        sample_bytes=sum(moment.tokens * moment_width(moment, layer) * itemsize for moment in busiest.samples),
+        sample_bytes=sum(
+            min(moment.tokens, tokens) * moment_width(moment, layer) * itemsize for moment in busiest.samples
+        ),
         pair_bytes=pair_bytes(busiest.pairs, layer),
         pair_added_bytes=float(sum(_pair_added_bytes(moment, layer, manifest, itemsize) for moment in busiest.pairs)),
         correction_flops=float(tokens * _correction_flops(busiest.pairs, layer, forward)),

@@ -26,7 +26,6 @@ from manifests.records import (
     FormSpec,
     GradientRecord,
     LedgerKey,
-    RefinedFigures,
     StagedLayer,
     StagedRecord,
 )
@@ -67,6 +66,7 @@ from pipeline.units.units import (
     Write,
 )
 from tools.simulator import memory_journal as simulator
+from tools.simulator.estimates import TRAINED
 
 
 class Killed(BaseException):
@@ -574,15 +574,11 @@ class SimulatedPool:
     def _refine(self, unit: Refine) -> RefineDone:
         assert all(group.task.refine for group in unit.groups)
         read = [self.world.load("staged", unit.staged), *(self.world.load("activation", of) for of in unit.targets)]
-        figures = RefinedFigures(
-            kept=True, before=1.0, after=0.5, train_before=1.0, train_after=0.4, steps=3, steps_done=4,
-            learning_rate=0.1, held_out=1, samples=2,
-        )  # fmt: skip
         solved = (
             SolveDone(self._handle(digest("refined", group.task.key, read)), group.forms, group.report)
             for group in unit.groups
         )
-        return RefineDone(tuple(solved), figures)
+        return RefineDone(tuple(solved), TRAINED)
 
     def _handle(self, value: str) -> Handle:
         handle = Handle(self.world.life, value)

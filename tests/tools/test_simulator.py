@@ -375,6 +375,21 @@ def test_what_workers_pass_on_by_hand() -> None:
     assert work.sample_bytes == 28672 * 8 * 8192 * 4
 
 
+def test_a_pass_waits_for_samples_and_for_the_inputs_of_gradient_samples() -> None:
+    """Of each of three layers 2 s to write all samples, and 0.5 to write a worker's half of the inputs."""
+    passes = PlannedPasses(layers=3, shards=4, workers=2, importance=0, compressed=False, gradient_shards=4)
+    more = replace(WORK, sample_bytes=2000, gradient_input_bytes=1000)
+    plan = [phase_seconds(replace(work, gradient_flops=1.0), RATES, passes)["statistics"] for work in (WORK, more)]
+    assert plan[1] - plan[0] == pytest.approx(3 * (2.0 + 0.5))
+    job = job_of(passes)
+    sampled = tuple(replace(task, moments=(*task.moments, Moment("mlp.in", kind="sample"))) for task in job.tasks)
+    clock = [
+        simulate(replace(job, tasks=tasks), work, RATES, passes).phases["statistics"]
+        for tasks, work in ((job.tasks, WORK), (sampled, replace(WORK, sample_bytes=2000)))
+    ]
+    assert clock[1] - clock[0] == pytest.approx(3 * 2.0, abs=0.7)  # moments are stored at the same disk meanwhile
+
+
 def test_pairs_leave_each_worker_once() -> None:
     """Of a layer, 100 bytes of all pairs, at 50 a second: out, three halves in and out again to be added, and in."""
     passes = PlannedPasses(layers=3, shards=4, workers=2, importance=0, compressed=False, cached=True)
