@@ -28,7 +28,14 @@ from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.methods.work import Work
 from pipeline.units.sums import Collect
 from pipeline.units.units import Forward, Unit
-from tests.driver.simulation import IMPORTANCE, make_corrected_job, make_gradient_job, make_job, make_tasks
+from tests.driver.simulation import (
+    IMPORTANCE,
+    make_corrected_job,
+    make_experts_job,
+    make_gradient_job,
+    make_job,
+    make_tasks,
+)
 from tests.families.geometries import llama, manifest
 from tools.simulate import geometry, manifest_of, work_of
 from tools.simulate import job_of as spec_of
@@ -209,6 +216,18 @@ def test_a_pass_in_which_layers_are_solved_by_hand() -> None:
     assert stored.transfers["disk 0"] == pytest.approx(layers * (0.1 + 0.2 + 0.08))
 
 
+@pytest.mark.parametrize("propagate", ["dense", "compressed"])
+def test_slices_of_experts_take_as_long_as_the_whole_layer(propagate: str) -> None:
+    """Two of three layers have three parts, for which workers read the layer once."""
+    passes = PlannedPasses(3, 4, 2, 4 * (propagate == "compressed"), propagate == "compressed", held_out_shards=4)
+    work = replace(WORK, held_out_flops=(100.0, 80.0))
+    found = simulate(make_experts_job(propagate=propagate, shards=4, every=3), work, RATES, passes)
+    whole = simulated(passes, work)
+    assert found.busy["statistics"] == pytest.approx(whole.busy["statistics"])
+    assert found.busy["held-out"] == pytest.approx(whole.busy["held-out"]) == pytest.approx(3 * (1.0 + 0.8) * 2)
+    assert found.done_again == 0
+
+
 def test_staged_layers_are_held_against_their_digests_beside_the_rest() -> None:
     """Each in one of sixteen threads, 8 s as soon as it is written: the last one's alone are waited for."""
     passes = PlannedPasses(layers=3, shards=4, workers=2, importance=4, compressed=True)
@@ -378,16 +397,17 @@ def test_what_workers_pass_on_by_hand() -> None:
 def test_a_pass_waits_for_samples_and_for_the_inputs_of_gradient_samples() -> None:
     """Of each of three layers 2 s to write all samples, and 0.5 to write a worker's half of the inputs."""
     passes = PlannedPasses(layers=3, shards=4, workers=2, importance=0, compressed=False, gradient_shards=4)
+    rates = replace(RATES, link=1e9, network=1e9)
     more = replace(WORK, sample_bytes=2000, gradient_input_bytes=1000)
-    plan = [phase_seconds(replace(work, gradient_flops=1.0), RATES, passes)["statistics"] for work in (WORK, more)]
+    plan = [phase_seconds(replace(work, gradient_flops=1.0), rates, passes)["statistics"] for work in (WORK, more)]
     assert plan[1] - plan[0] == pytest.approx(3 * (2.0 + 0.5))
     job = job_of(passes)
     sampled = tuple(replace(task, moments=(*task.moments, Moment("mlp.in", kind="sample"))) for task in job.tasks)
     clock = [
-        simulate(replace(job, tasks=tasks), work, RATES, passes).phases["statistics"]
+        simulate(replace(job, tasks=tasks), work, rates, passes).phases["statistics"]
         for tasks, work in ((job.tasks, WORK), (sampled, replace(WORK, sample_bytes=2000)))
     ]
-    assert clock[1] - clock[0] == pytest.approx(3 * 2.0, abs=0.7)  # moments are stored at the same disk meanwhile
+    assert clock[1] - clock[0] == pytest.approx(3 * 2.0, abs=0.7)  # the disk stores moments, too
 
 
 def test_pairs_leave_each_worker_once() -> None:

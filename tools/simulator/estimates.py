@@ -29,7 +29,7 @@ from pipeline.cost_model.phases import (
 )
 from pipeline.cost_model.rates import Rates
 from pipeline.cost_model.solve_work import solve_seconds
-from pipeline.cost_model.work import LayerWork
+from pipeline.cost_model.work import BACK, LayerWork
 from pipeline.driver.job_spec import Job
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import layer_gradients, layer_moments
@@ -145,7 +145,7 @@ class Estimates:
     def _backward(self, unit: Backward, worker: Worker) -> Course[ShardDone]:
         seconds = gradient_seconds(self.work, self.rates) / len(self.job.gradient_shards)
         stored = unit.store * self.work.gradient_input_bytes / len(self.job.gradient_shards)
-        parts = len(self.job.parts(unit.layer, ()))
+        parts = len(self.job.parts(unit.layer, ())) * (BACK if unit.forth else 1)
         return (yield from self._pass(unit, worker, "gradient", seconds / parts, stored))
 
     def _pass(
@@ -163,8 +163,11 @@ class Estimates:
         if isinstance(unit, Backward):
             worker.hidden[_shard(unit)] = unit.layer + (not unit.emit)
         else:
-            worker.hidden[_shard(unit)] = unit.layer + unit.emit
+            worker.hidden[_shard(unit)] = unit.layer + (unit.emit and self._is_last_part(unit))
         return ShardDone({}, None, RECORD if unit.store else None, 1, worker=worker.name)
+
+    def _is_last_part(self, unit: Forward | Pair | WindowForward) -> bool:
+        return unit.part in (None, self.job.parts(unit.layer, (), unit.staged)[-1].number)
 
     def _replay_seconds(self, unit: Summable | WindowForward, worker: Worker) -> float:
         """Return the seconds in which a worker recomputes the values that the unit needs, from the nearest layer where
@@ -334,12 +337,13 @@ class Estimates:
         if unit.ahead is not None:
             self._read((unit.model, unit.ahead, worker.node), size, cached)
         yield from self._compute("held-out", self._window_seconds(unit) + self._replay_seconds(unit, worker))
-        worker.hidden[_shard(unit)] = unit.layer + 1
+        worker.hidden[_shard(unit)] = unit.layer + self._is_last_part(unit)
         return ShardDone({}, None, RECORD if unit.store else None, 1)
 
     def _window_seconds(self, unit: WindowForward) -> float:
         flops = self.work.held_out_flops[unit.staged is not None]
-        return held_out_seconds(flops, self.work, self.rates, self.passes) / unit.windows.shards
+        parts = len(self.job.parts(unit.layer, (), unit.staged))
+        return held_out_seconds(flops, self.work, self.rates, self.passes) / unit.windows.shards / parts
 
     def _score(self, unit: Score, worker: Worker) -> Course[Scored]:
         yield 0.0
