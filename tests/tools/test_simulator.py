@@ -329,7 +329,11 @@ def test_the_plan_agrees_where_ranks_follow_the_loss(correct: str, workers: int)
     found, plan = predicted(workers, method="loss_aware", correct=correct)
     work, rates, passes = plan["work"], plan["rates"], plan["passes"]
     assert sum(plan["phases"].values()) == pytest.approx(found.seconds, rel=0.25)
-    assert found.busy["curves"] == pytest.approx(8 * sum(solve_seconds(curve, rates) for curve in work.curves))
+    curves = 8 * sum(solve_seconds(curve, rates) for curve in work.curves)
+    if workers <= 8:
+        assert found.busy["curves"] == pytest.approx(curves)
+    else:  # two workers share a layer's curve, and some of its work is done by both
+        assert curves < found.busy["curves"] < 1.2 * curves
     scored = sum(held_out_seconds(flops, work, rates, passes) for flops in work.held_out_flops)
     assert found.busy["held-out"] == pytest.approx(8 * scored)
     assert (found.busy["correct"] > 0) == (correct == "output")
