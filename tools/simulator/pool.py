@@ -39,6 +39,7 @@ class Worker:
         shards: the shards that the pool gives it.
         running: the units of each of its threads, the first of which runs.
         sums: pass -> the shards in its sums.
+        refused: the state of the pool and of the worker in which no unit was for it.
         hidden: shard, and model or direction -> the layer whose inputs, or the gradients at them, it holds.
     """
 
@@ -49,6 +50,7 @@ class Worker:
     running: dict[str, deque[Unit]] = field(default_factory=lambda: {name: deque() for name in THREADS})
     sums: dict[str, list[int]] = field(default_factory=dict)
     hidden: dict[Shard, int] = field(default_factory=dict)
+    refused: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def idle(self) -> bool:
@@ -83,6 +85,7 @@ class ClockPool:
         self.members = [Worker(f"worker-{slot}", slot // workers_per_node) for slot in range(workers)]
         self.begun: set[str] = set()
         self.done_again = 0
+        self.offers = 0  # counts what may give a worker a unit that it was refused
         for failure in failures:
             clock.after(failure.at - clock.now, partial(self._die, failure))
 
@@ -106,6 +109,7 @@ class ClockPool:
     def submit(self, unit: Unit) -> None:
         """Queue a unit."""
         self.waiting[_thread(unit)].append(unit)
+        self.offers += 1
 
     def wait(self) -> tuple[Unit, Any]:
         """Advance the clock to the end of a unit. Return the unit and its result."""
@@ -148,9 +152,13 @@ class ClockPool:
             while assigned and waiting:
                 assigned = False
                 for member in sorted(live, key=lambda member: len(member.running[thread])):
-                    room = len(member.running[thread]) < DEPTH
-                    index = choose(waiting, member, live, beside=thread == BESIDE) if room else None
-                    if index is not None:
+                    state = (self.offers, len(member.running[thread]), len(member.shards))
+                    if state[1] == DEPTH or member.refused.get(thread) == state:
+                        continue
+                    index = choose(waiting, member, live, beside=thread == BESIDE)
+                    if index is None:
+                        member.refused[thread] = state
+                    else:
                         unit = waiting[index]
                         del waiting[index]
                         self._assign(member, unit)
@@ -184,6 +192,7 @@ class ClockPool:
         if not member.alive:
             return
         member.alive = False
+        self.offers += 1
         for thread in (FIRST, BESIDE):
             self.waiting[thread].extendleft(reversed(member.running[thread]))
         self.finished.extend((unit, None) for unit in member.running[COLLECT])
@@ -191,4 +200,5 @@ class ClockPool:
 
     def _replace(self, slot: int) -> None:
         dead = self.members[slot]
+        self.offers += 1
         self.members[slot] = Worker(f"{dead.name}'", dead.node)
