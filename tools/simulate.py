@@ -13,15 +13,18 @@ from typing import Any
 
 from manifests.loading import parse_manifest
 from manifests.schema import Manifest
+from pipeline.cost_model.commits import layers_per_commit
 from pipeline.cost_model.passes import gradient_tokens, planned_passes
 from pipeline.cost_model.phases import phase_seconds
 from pipeline.cost_model.rates import Rates, rates_of
 from pipeline.cost_model.work import LayerWork, layer_work
+from pipeline.driver.job_spec import Job, passes_of
 from pipeline.families.geometry import Geometry
 from pipeline.families.registry import geometry_of, standard_config
+from pipeline.job.context import job_spec
 from pipeline.methods.registry import build_methods, claim_tasks
-from tools.simulator.job_units import job_units
-from tools.simulator.simulator import Failure, Simulated, simulate
+from tools.simulator.pool import Failure
+from tools.simulator.simulator import Simulated, simulate
 
 LLAMA = {
     "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
@@ -39,7 +42,7 @@ def geometry(model: str) -> Geometry:
     return geometry_of(standard_config(config))
 
 
-def job_of(propagate: str, keep: bool | None = None, **entry: Any) -> Manifest:
+def manifest_of(propagate: str, keep: bool | None = None, **entry: Any) -> Manifest:
     """Return a job of 256 × 4096 tokens by one method, by default `flat_llm`. `keep`: of its statistics."""
     calibration = {"text": {"files": ["text.txt"]}, "samples": 256, "sequence_length": LENGTH, "shards": SHARDS}
     return parse_manifest({
@@ -51,7 +54,7 @@ def job_of(propagate: str, keep: bool | None = None, **entry: Any) -> Manifest:
 
 def work_of(model: str, propagate: str, **entry: Any) -> LayerWork:
     """Return the work of a layer in such a job."""
-    manifest, shape = job_of(propagate, None, **entry), geometry(model)
+    manifest, shape = manifest_of(propagate, None, **entry), geometry(model)
     tasks = claim_tasks(build_methods(manifest), shape)
     return layer_work(manifest, shape, tasks, ITEMSIZE, gradient_tokens(manifest, shape, tasks), keep=0.8)
 
@@ -70,12 +73,21 @@ def predict(
 
     `failures_s`: times at which one worker after another dies; each is replaced as soon as another has started.
     """
-    manifest, shape = job_of(propagate, keep, **entry), geometry(model)
+    manifest, shape = manifest_of(propagate, keep, **entry), geometry(model)
     passes = planned_passes(manifest, shape, claim_tasks(build_methods(manifest), shape))
     passes = replace(passes, workers=workers, cached=cached, offload=False)
     work = work_of(model, propagate, **entry)
     failures = [Failure(at, number % workers) for number, at in enumerate(failures_s)]
-    return simulate(list(job_units(work, rates, passes)), workers, failures), phase_seconds(work, rates, passes)
+    job = job_of(manifest, shape, layers_per_commit(work, rates, passes))
+    return simulate(job, work, rates, passes, failures), phase_seconds(work, rates, passes)
+
+
+def job_of(manifest: Manifest, geometry: Geometry, every: int) -> Job:
+    """Return the job as its driver sees it. All its ranks are 1. `every`: as `Job.every`."""
+    methods = build_methods(manifest)
+    tasks = claim_tasks(methods, geometry)
+    spec = job_spec(manifest, methods, geometry, tasks, passes_of(manifest, methods, tasks, geometry.hidden))
+    return replace(spec, every=every, allocate=lambda _: {task.key: {"rank": 1} for task in tasks})
 
 
 def rows(rates: Rates, failures_s: Sequence[float] = ()) -> Iterator[str]:
@@ -100,7 +112,7 @@ def rows(rates: Rates, failures_s: Sequence[float] = ()) -> Iterator[str]:
 
 def loss_rows(rates: Rates, failures_s: Sequence[float] = ()) -> Iterator[str]:
     """Yield the table of jobs that follow the loss, 70B, dense statistics, with their workers' minutes by kind."""
-    kinds = ("statistics", "gradient", "reduce", "curves", "solve", "correct", "refine", "held-out")
+    kinds = ("statistics", "gradient", "curves", "solve", "correct", "refine", "held-out")
     yield f"| `loss_aware` | GPUs | minutes | in closed form | idle share | {' | '.join(kinds)} |"
     yield f"|---|---|---|---|---|{'---|' * len(kinds)}"
     entries: tuple[dict[str, Any], ...] = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from operator import itemgetter
 from typing import Protocol
 
 from pipeline.units.reads import ReadLayer
@@ -55,7 +56,7 @@ def choose(waiting: Sequence[Unit], member: Holder, live: Collection[Holder], be
         )
         return next(nearby, None)
     holders = {shard: other for other in live for shard in other.shards}
-    counts = {id(other): Counter(model for model, _ in other.shards) for other in (*live, member)}
+    counts = {id(other): Counter(map(itemgetter(0), other.shards)) for other in (*live, member)}
 
     takeover: int | None = None
     unheld: tuple[tuple[int, int], int] | None = None  # the lowest cost, and the index

@@ -223,7 +223,9 @@ def phase_seconds(work: LayerWork, rates: Rates, passes: PlannedPasses) -> dict[
         seconds = correction_seconds(work, rates) * passes.rounds + pair_seconds(work, rates, passes)
         phases["correct"] = layers * seconds
     if work.refinement.steps:
-        phases["refine"] = work.refinement.seconds(rates, passes.rounds, passes.cached, layers, passes.workers)
+        phases["refine"] = work.refinement.seconds(
+            rates, passes.rounds, passes.cached, layers, passes.workers, passes.nodes(rates)
+        )
     phases |= _scoring_phases(work, rates, passes, phases["solve"])
     phases["assemble"] = ASSEMBLE_SECONDS + work.written_bytes / rates.disk
     return phases
@@ -250,11 +252,13 @@ def _compressed_phases(work: LayerWork, rates: Rates, passes: PlannedPasses) -> 
 def _dense_phases(work: LayerWork, rates: Rates, passes: PlannedPasses) -> dict[str, float]:
     """Return the phases of a dense pass, which computes layers while others are summed, stored and written."""
     nodes, layers = passes.nodes(rates), passes.layers
-    statistics = statistics_seconds(work, rates, passes) * passes.rounds + grid_seconds(work, rates)
+    inputs = work.gradient_input_bytes / rates.disk
+    statistics = (statistics_seconds(work, rates, passes) + inputs) * passes.rounds + grid_seconds(work, rates)
+    statistics += work.sample_bytes / rates.disk  # the pass waits until they are stored
     collecting, adding = collect_seconds(work, rates), add_seconds(work, rates, passes)
     storing = store_seconds(work, rates, passes) if passes.stores else 0.0
     reading = 0.0 if passes.source_cached(rates) else read_seconds(work, rates, passes)
-    on_disk = reading + storing / nodes
+    on_disk = reading + (storing + inputs) / nodes + work.sample_bytes / rates.disk
     latency = (statistics + collecting + adding + storing) / (1 + passes.ahead)  # several layers at once
     network = cross_seconds(work, rates, passes) + pass_on_seconds(work, rates, passes)
     passing = layers * max(statistics, collecting, adding, network, latency, on_disk)

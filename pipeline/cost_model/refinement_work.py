@@ -49,10 +49,15 @@ class RefineWork:
         computing = self.flops / rates.backward + self.descent / rates.single
         return computing + self.steps * LAUNCHES * rates.step_s + reading
 
-    def seconds(self, rates: Rates, rounds: float, cached: bool, layers: int = 1, workers: int = 1) -> float:
-        """Return the seconds of some layers. `rounds`: the load of the busiest worker in a pass over all shards."""
+    def seconds(
+        self, rates: Rates, rounds: float, cached: bool, layers: int = 1, workers: int = 1, nodes: int = 1
+    ) -> float:
+        """Return the seconds of some layers. `rounds`: the load of the busiest worker in a pass over all shards, which
+        it also writes to its node's disk."""
         trainings = math.ceil(layers / workers) if self.independent else layers
-        return trainings * self.training_seconds(rates, cached) + layers * self.passes / rates.products * rounds
+        writing = self.read_bytes / rates.disk
+        passing = max(writing / nodes, rounds * (self.passes / rates.products + writing))
+        return trainings * self.training_seconds(rates, cached) + layers * passing
 
 
 UNREFINED = RefineWork()

@@ -65,7 +65,7 @@ class LayerWork:
         gradient_flops: of the backward pass; 0 without one.
         gradient_moment_flops, gradient_moved_bytes: of the gradients' moments and the norms of samples.
         gradient_grid_flops: of the tokens by which the grids of gradients are chosen.
-        gradient_bytes: size of the sums of the backward pass.
+        gradient_bytes: size of the sums of the backward pass; `gradient_input_bytes`: of the inputs that it reads.
         curves: of each task whose sizes are compared by predicted loss, in every round.
         sample_bytes: size of a layer's samples of values.
         pair_bytes, pair_added_bytes: sizes of the pairs that each step of a correction sums, and bytes moved for all.
@@ -93,6 +93,7 @@ class LayerWork:
     packed_flops: float = 0.0
     curves: tuple[Work, ...] = ()
     gradient_bytes: int = 0
+    gradient_input_bytes: int = 0
     sample_bytes: int = 0
     pair_bytes: tuple[int, ...] = ()
     pair_added_bytes: float = 0.0
@@ -148,8 +149,11 @@ def layer_work(
         **_gradient_work(layer, busiest.gradients, forward, gradient_tokens, manifest),
         solves=busiest.solves(),
         curves=busiest.curves(),
+        gradient_input_bytes=gradient_tokens * layer.hidden * itemsize,
         gradient_bytes=8 * sum(triangle_numbers(moment, layer) for moment in busiest.gradients),
-        sample_bytes=sum(moment.tokens * moment_width(moment, layer) * itemsize for moment in busiest.samples),
+        sample_bytes=sum(
+            min(moment.tokens, tokens) * moment_width(moment, layer) * itemsize for moment in busiest.samples
+        ),
         pair_bytes=pair_bytes(busiest.pairs, layer),
         pair_added_bytes=float(sum(_pair_added_bytes(moment, layer, manifest, itemsize) for moment in busiest.pairs)),
         correction_flops=float(tokens * _correction_flops(busiest.pairs, layer, forward)),

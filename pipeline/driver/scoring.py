@@ -107,6 +107,26 @@ class Scorer:
         self.cleaner.retain_activations(())
 
 
+def score_beside_dense(
+    scheduler: Scheduler,
+    scorer: Callable[[Callable[[], bool]], Scorer],
+    windows: Windows,
+    name: str,
+    layers: Layers,
+    dense: Outputs | Fiber[tuple[ArrayRecord, ...]],
+) -> Coroutine[Scored]:
+    """Score a model in the background. Several workers score it side by side with the dense one, a single worker
+    afterwards.
+
+    `scorer`: returns a scorer, given a function that returns True once the dense model is scored. `dense`: the dense
+    model's outputs, or the fiber that computes them.
+    """
+    if isinstance(dense, Fiber) and scheduler.pool.size < 2:
+        yield dense
+    scores = scorer(lambda: not isinstance(dense, Fiber) or dense.done)
+    return (yield from scores.score_coroutine(windows, name, layers, dense))
+
+
 def window_units(
     windows: Windows,
     name: str,

@@ -24,15 +24,18 @@ from pipeline.checkpoint.planned_size import plan_of
 from pipeline.console.eta import read_paces
 from pipeline.console.progress import JobObserver
 from pipeline.cost_model.estimate import Plan
-from pipeline.driver.job_spec import Job
+from pipeline.driver.job_spec import CalibrationPasses, Job
 from pipeline.driver.ledger_dependencies import retract_changed
 from pipeline.driver.ledger_keys import BEFORE_WORK, COMPLETE, LOSS_RATIOS, REUSED, SAMPLES, SOURCE, TRIED_SIZE
 from pipeline.evaluation.losses import check_dense_loss
+from pipeline.families.geometry import Geometry
 from pipeline.inputs.calibration import EvaluationTokens, calibration_tokens, evaluation_tokens
 from pipeline.inputs.fingerprint import job_fingerprint
 from pipeline.inputs.healing_text import HealingTokens, read_healing_text
 from pipeline.inputs.job_inputs import Inputs, check_copied, read_inputs
 from pipeline.job.ledger_entries import check_entries
+from pipeline.methods.base import Method
+from pipeline.methods.method import Task
 from pipeline.methods.registry import allocate_ranks, layers_of, measure_tasks, predict_tasks
 from pipeline.methods.text_sources import NO_SOURCES, TextSources
 from pipeline.rounding.tasks import with_moments
@@ -269,11 +272,21 @@ def check_ledger(job: JobContext) -> None:
 
 def driver_job(inputs: Inputs) -> Job:
     """Return the job as the driver sees it."""
-    manifest, methods, geometry = inputs.manifest, inputs.methods, inputs.geometry
+    return job_spec(inputs.manifest, inputs.methods, inputs.geometry, inputs.tasks, inputs.passes)
+
+
+def job_spec(
+    manifest: Manifest,
+    methods: tuple[Method[Any], ...],
+    geometry: Geometry,
+    tasks: tuple[Task, ...],
+    passes: CalibrationPasses,
+) -> Job:
+    """Return a job of these tasks, as the driver sees it."""
     return Job(
-        **vars(inputs.passes),
+        **vars(passes),
         num_layers=geometry.num_layers,
-        tasks=inputs.tasks,
+        tasks=tasks,
         allocate=partial(allocate_ranks, manifest, methods, geometry),
         points=tuple(layer.corrected_points for layer in geometry.layers),
         experts=tuple(layer.num_experts for layer in geometry.layers),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Container
+from functools import partial
 
 import torch
 
@@ -17,8 +18,8 @@ from pipeline.driver.job_spec import LayersEntered, staged_layer
 from pipeline.driver.ledger_dependencies import dependents, retract_changed
 from pipeline.driver.ledger_keys import HELD_OUT, HELD_OUT_SCORE
 from pipeline.driver.recovery import Repairs
-from pipeline.driver.scheduler import Coroutine, Fiber, Scheduler
-from pipeline.driver.scoring import Outputs, Scorer
+from pipeline.driver.scheduler import Coroutine, Scheduler
+from pipeline.driver.scoring import Outputs, Scorer, score_beside_dense
 from pipeline.evaluation.losses import damage_warnings, perplexity_of
 from pipeline.job.context import JobContext
 from pipeline.job.worker_session import JobWorkers
@@ -60,15 +61,13 @@ def scoring_held_out(
     workers: JobWorkers, job: JobContext, scheduler: Scheduler, layers: LayersEntered
 ) -> Coroutine[HeldOutScoreEntry | None]:
     """Do the work of `score_held_out` in the background, while the layers are compressed. Enter only the dense
-    model's outputs. Several workers score both models side by side, one worker scores one after the other."""
+    model's outputs."""
     if job.held_out is None or job.ledger.get(HELD_OUT_SCORE) is not None:
         return None
     windows, outputs = _stored(job, workers.always)
     dense = outputs or scheduler.spawn_background(_scoring_dense(workers, job, scheduler, windows))
-    if isinstance(dense, Fiber) and scheduler.pool.size < 2:
-        yield dense
-    scorer = workers.scorer(job, scheduler, lambda: not isinstance(dense, Fiber) or dense.done)
-    return _entry((yield from scorer.score_coroutine(windows, COMPRESSED, layers, dense)))
+    scorer = partial(workers.scorer, job, scheduler)
+    return _entry((yield from score_beside_dense(scheduler, scorer, windows, COMPRESSED, layers, dense)))
 
 
 def _scoring_dense(

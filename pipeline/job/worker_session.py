@@ -21,12 +21,13 @@ from pipeline.checkpoint.layer_checks import LayerChecks
 from pipeline.checkpoint.output_directory import claim_files, survey_output
 from pipeline.console.signals import catch_signals, interrupt_on_signals, interrupting
 from pipeline.cost_model.rates import known_rates
+from pipeline.driver.comparing import compare_layers
 from pipeline.driver.driver import Driver
 from pipeline.driver.interfaces import BusyPool, Journal
 from pipeline.driver.job_spec import Job, LayersEntered, layer_parts
 from pipeline.driver.ledger_keys import COMPARED, HARDWARE, HEALED, HELD_OUT, SCORED, TEACHER, TOKENS
 from pipeline.driver.recovery import REPAIRS
-from pipeline.driver.scheduler import NOTHING_DUE, Coroutine, Scheduler
+from pipeline.driver.scheduler import Coroutine, Scheduler
 from pipeline.driver.scoring import Scorer
 from pipeline.evaluation.perplexity import sweep_scratch
 from pipeline.inputs.calibration import sample_tokens
@@ -36,7 +37,6 @@ from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.remaining_phases import job_eta
 from pipeline.methods.registry import layers_of
 from pipeline.reporting.unit_log import units_logged
-from pipeline.units.scores import COMPARED_LAYERS, Compare
 from stores.activations import ActivationStore
 from stores.background import Background
 from stores.ledger import Ledger, LedgerView
@@ -220,21 +220,11 @@ def _prepare_assembly(job: JobContext) -> None:
 
 def _compare(job: JobContext, layers: LayersEntered) -> Coroutine[None]:
     """Compare the staged layers with the dense ones on a few tokens, and enter the figures: `verify` measures them
-    again.
-
-    Layers are compared once they are staged, some at a time, in order: the outputs of each enter the next.
-    """
+    again."""
     if all(map(layers.is_final, range(len(layers)))) and _is_compared(job, layers):
         return
-    (origin, tokens), before = _sampled(job), None
-    figures: dict[str, Any] = {"layer_errors": (), "sketch": ()}
-    for first in range(0, len(layers), COMPARED_LAYERS):
-        stop = min(first + COMPARED_LAYERS, len(layers))
-        while not all(map(layers.is_final, range(first, stop))):
-            yield NOTHING_DUE
-        (result,) = yield [Compare(tokens, tuple(layers[first:stop]), first, before, head=stop == len(layers))]
-        of_all = {name: (*figures[name], *result.figures[name]) for name in ("layer_errors", "sketch")}
-        figures, before = {**result.figures, **of_all}, result.after
+    origin, tokens = _sampled(job)
+    figures = yield from compare_layers(layers, tokens)
     compared = ComparedFigures(origin=origin, tokens=tokens, **figures)
     job.ledger.commit(COMPARED, ComparedEntry(layers=_digests(layers), compared=compared))
 

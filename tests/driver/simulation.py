@@ -6,7 +6,6 @@ It can be killed between any two of its actions, and its stores can be damaged.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import random
@@ -18,16 +17,15 @@ from typing import Any
 
 import pytest
 
-from manifests.entries import KINDS
 from manifests.errors import CorruptError, Interrupted, LostInputError, NumericsError
 from manifests.methods import Refine as Settings
 from manifests.records import (
     ArrayRecord,
     Curve,
+    E,
     FormSpec,
     GradientRecord,
-    Record,
-    RefinedFigures,
+    LedgerKey,
     StagedLayer,
     StagedRecord,
 )
@@ -67,6 +65,8 @@ from pipeline.units.units import (
     Unwritten,
     Write,
 )
+from tools.simulator import memory_journal as simulator
+from tools.simulator.estimates import TRAINED
 
 
 class Killed(BaseException):
@@ -183,29 +183,22 @@ class World:
         return [self._plain(child) for child in value] if isinstance(value, list) else value
 
 
-@functools.lru_cache(maxsize=10_000)
-def _entry(key: str, text: str) -> Any:
-    kind = next(KINDS[part] for part in key.split("/") if part in KINDS)
-    return kind.validate_python(json.loads(text))
+class MemoryJournal(simulator.MemoryJournal):
+    """A ledger in memory that records its changes in a world, which may end the process before or after each."""
 
-
-class MemoryJournal:
     def __init__(self, world: World) -> None:
+        super().__init__(world.entries)
         self.world = world
 
-    def commit(self, key: str, record: Record) -> None:
+    def commit(self, key: LedgerKey[E], record: E) -> None:
         self.world.happen()
-        self.world.entries[key] = json.dumps(record.as_json())
+        super().commit(key, record)
         self.world.events.append(("commit", key))
         self.world.happen()
 
-    def get(self, key: str) -> Any:
-        text = self.world.entries.get(key)
-        return _entry(key, text) if text is not None else None
-
     def retract(self, key: str) -> None:
         self.world.happen()
-        self.world.entries.pop(key, None)
+        super().retract(key)
         self.world.events.append(("retract", key))
         self.world.happen()
 
@@ -581,15 +574,11 @@ class SimulatedPool:
     def _refine(self, unit: Refine) -> RefineDone:
         assert all(group.task.refine for group in unit.groups)
         read = [self.world.load("staged", unit.staged), *(self.world.load("activation", of) for of in unit.targets)]
-        figures = RefinedFigures(
-            kept=True, before=1.0, after=0.5, train_before=1.0, train_after=0.4, steps=3, steps_done=4,
-            learning_rate=0.1, held_out=1, samples=2,
-        )  # fmt: skip
         solved = (
             SolveDone(self._handle(digest("refined", group.task.key, read)), group.forms, group.report)
             for group in unit.groups
         )
-        return RefineDone(tuple(solved), figures)
+        return RefineDone(tuple(solved), TRAINED)
 
     def _handle(self, value: str) -> Handle:
         handle = Handle(self.world.life, value)

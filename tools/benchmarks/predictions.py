@@ -23,6 +23,7 @@ from typing import Any
 
 from deploy.quickstart.text import story_text
 from manifests.loading import parse_manifest
+from pipeline.cost_model.commits import layers_per_commit
 from pipeline.cost_model.passes import gradient_tokens, planned_passes
 from pipeline.cost_model.rates import Rates
 from pipeline.cost_model.work import layer_work
@@ -31,9 +32,8 @@ from pipeline.methods.registry import build_methods, claim_tasks
 from tools.benchmarks.floor import floor_of
 from tools.benchmarks.jobs import ROOT, end_on_sigterm, environment, manifest_of, print_table, run_manifest
 from tools.benchmarks.memory_over_layers import write_model
-from tools.simulate import ITEMSIZE
-from tools.simulator.job_units import job_units
-from tools.simulator.simulator import Simulated, simulate
+from tools.simulate import ITEMSIZE, job_of
+from tools.simulator.simulator import simulate
 
 JOBS = {  # propagate, method, layers
     "dense": ("dense", "flat_llm", 12),
@@ -41,15 +41,15 @@ JOBS = {  # propagate, method, layers
     "loss_aware": ("dense", "loss_aware", 4),
 }
 STARTING = ("checks", "start")  # the phases that the plan calls `start`
-PHASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # of the job -> of the plan, kinds of simulated units
-    "importance": (("importance",), ("importance",)),
-    "statistics": (("statistics", "reduce"), ("statistics",)),
-    "gradient": (("gradient",), ("gradient", "reduce")),
-    "curves": (("curves",), ("curves",)),
-    "compress": (("solve",), ("solve", "write")),
-    "walk": (("statistics", "reduce", "solve", "propagate"), ("statistics", "solve", "propagate", "write")),
-    "score": (("compare", "verify", "held-out"), ("compare", "verify", "held-out")),
-    "assemble": (("assemble",), ()),
+PHASES = {  # of the job -> of the plan
+    "importance": ("importance",),
+    "statistics": ("statistics", "reduce"),
+    "gradient": ("gradient",),
+    "curves": ("curves",),
+    "compress": ("solve",),
+    "walk": ("statistics", "reduce", "solve", "propagate"),
+    "score": ("compare", "verify", "held-out"),
+    "assemble": ("assemble",),
 }
 
 
@@ -80,16 +80,6 @@ def job_phases(measured: Mapping[str, float]) -> dict[str, float]:
     return phases
 
 
-def simulated_phases(clock: Simulated, phases: Iterable[str]) -> dict[str, float]:
-    """Return the simulator's seconds of phases: from the end of one to the end of the next."""
-    seconds, before = {}, clock.transfers["start"]
-    for phase in phases:
-        ended = max((clock.ended[kind] for kind in PHASES[phase][1] if kind in clock.ended), default=before)
-        seconds[phase] = max(0.0, ended - before)
-        before = max(before, ended)
-    return seconds
-
-
 def compared(folder: Path, job: str, workers: int, samples: int) -> list[list[object]]:
     """Run a job. Return a row for each of its phases, and one for all."""
     folder.mkdir()
@@ -102,7 +92,8 @@ def compared(folder: Path, job: str, workers: int, samples: int) -> list[list[ob
     share = plan["expected_numbers"] / plan["dense_numbers"]
     work = layer_work(manifest, geometry, tasks, ITEMSIZE, gradient_tokens(manifest, geometry, tasks), share)
     passes = planned_passes(manifest, geometry, tasks)
-    clock = simulate(list(job_units(work, Rates(**plan["rates"]), passes)), passes.workers)
+    rates = Rates(**plan["rates"])
+    clock = simulate(job_of(manifest, geometry, layers_per_commit(work, rates, passes)), work, rates, passes)
     floors = floor_of(manifest, geometry, workers, folder.parent) if JOBS[job][1] == "flat_llm" else {}
     seconds = run_manifest(document, folder)["seconds"]
     units = ", ".join(f"{kind} {count} × {spent / count:.3f}" for kind, (count, spent, _) in seconds["units"].items())
@@ -110,13 +101,13 @@ def compared(folder: Path, job: str, workers: int, samples: int) -> list[list[ob
     print(f"\n{job}, {workers} worker(s): start {starts:.1f} s; seconds of units: {units}", file=sys.stderr)
     print("rates:", {name: float(f"{rate:.3g}") for name, rate in plan["rates"].items()}, file=sys.stderr)
     phases = job_phases(seconds["phases"])
-    simulated = simulated_phases(clock, phases)
-    by_plan = {phase: sum(plan["phases"].get(part, 0.0) for part in PHASES[phase][0]) for phase in phases}
+    simulated = job_phases(clock.phases)
+    by_plan = {phase: sum(plan["phases"].get(part, 0.0) for part in PHASES[phase]) for phase in phases}
     rows = [
-        _row(job, workers, phase, (by_plan[phase], simulated[phase], floors.get(phase, 0.0)), spent)
+        _row(job, workers, phase, (by_plan[phase], simulated.get(phase, 0.0), floors.get(phase, 0.0)), spent)
         for phase, spent in phases.items()
     ]
-    clock_seconds = clock.seconds - clock.transfers["start"] + by_plan.get("assemble", 0.0)
+    clock_seconds = clock.seconds - clock.start + by_plan.get("assemble", 0.0)
     totals = (sum(by_plan.values()), clock_seconds, sum(floors.values()))
     return [*rows, _row(job, workers, "all", totals, sum(phases.values()))]
 
