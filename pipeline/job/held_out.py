@@ -16,7 +16,7 @@ from manifests.errors import CorruptError
 from manifests.records import ArrayRecord
 from pipeline.driver.job_spec import LayersEntered, staged_layer
 from pipeline.driver.ledger_dependencies import dependents, retract_changed
-from pipeline.driver.ledger_keys import HELD_OUT, HELD_OUT_SCORE
+from pipeline.driver.ledger_keys import BLOCKS, HELD_OUT, HELD_OUT_SCORE, LOSS_RATIOS
 from pipeline.driver.recovery import Repairs
 from pipeline.driver.scheduler import Coroutine, Scheduler
 from pipeline.driver.scoring import Outputs, Scorer, score_beside_dense
@@ -92,7 +92,8 @@ def enter_dense_outputs(job: JobContext, workers: JobWorkers, outputs: tuple[Arr
 
 
 def forget_other_text(job: JobContext) -> None:
-    """Retract scores if the job's text has other held-out tokens than the stored ones.
+    """Retract scores if the job's text has other held-out tokens than the stored ones, and layers whose ranks follow
+    such scores.
 
     The fingerprint covers the samples alone: text beyond them may have changed since.
     """
@@ -105,6 +106,8 @@ def forget_other_text(job: JobContext) -> None:
         return  # stored again when they are next needed
     if not torch.equal(stored, job.held_out.to(torch.int32)):
         retract_changed(job.ledger, job.ledger.keys(), dependents([HELD_OUT], "changed"))
+        if job.ledger.keys(BLOCKS) or job.ledger.get(LOSS_RATIOS):
+            retract_changed(job.ledger, job.ledger.keys(), ["block", LOSS_RATIOS])
         _drop(job)
 
 

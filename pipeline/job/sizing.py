@@ -115,9 +115,10 @@ def _measure_layers(job: JobContext, workers: JobWorkers) -> None:
     compress_and_score(job, workers, compared=False)
     predicted, ratios = predicted_by_task(job), dict[str, float]()
     for block in blocks_of(layers_of(job.inputs.tasks)):
-        losses = {task: predicted[task.key] for task in job.inputs.tasks if task.layer in block}
+        tasks = [task for task in job.inputs.tasks if task.layer in block]
+        losses = {task.key: predicted[task.key] for task in tasks}
         measured = _measured_block(job, workers, block, math.fsum(losses.values()))
-        ratios |= loss_ratios(measured, {task.key: losses[task] for task in losses}, _mlps(job, losses))
+        ratios |= loss_ratios(measured, losses, _mlps(job, tasks))
     retract_changed(job.ledger, job.ledger.keys(), [LOSS_RATIOS])
     job.ledger.commit(LOSS_RATIOS, LossRatiosEntry(ratios=ratios))
     job.observer.say(f"{MEASURE_LAYERS}: now they are compressed to ranks that follow the measured ones")

@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 
+from manifests.entries import LossRatiosEntry
+from pipeline.driver.ledger_keys import HELD_OUT, LOSS_RATIOS
 from pipeline.ranks.calibration import MOST
+from stores.activations import ActivationStore
+from stores.ledger import Ledger
 from tests.end_to_end.children import Child, Hook
 from tests.end_to_end.jobs import Job, command, file_digests
 
@@ -55,6 +59,24 @@ def test_with_and_without_it_in_one_run_directory(job: MakeJob) -> None:
         again = made.run("--set", f"budget.measure_layers={setting}")
         assert "phase statistics" not in again.err
         assert weights(made) == weights(other)
+
+
+def test_ranks_of_other_held_out_text_are_chosen_again(job: MakeJob) -> None:
+    """The samples, and so the fingerprint, are the same."""
+    made, clean = job(**MEASURED), job(**MEASURED)
+    expected = clean.run().json["held_out"]
+    child = Child("run", [str(made.manifest)], made.root / "log", Hook("commit", match="complete"))
+    assert child.end() == -signal.SIGKILL, child.said
+    ledger, store = Ledger(made.run_dir / "ledger"), ActivationStore(made.run_dir / "activations.zarr")
+    entered, ratios = ledger.get(HELD_OUT), ledger.get(LOSS_RATIOS)
+    assert entered is not None
+    assert ratios is not None
+    tokens = store.open(entered.tokens).read(0, entered.tokens.shape[0])
+    others = store.write_tokens(tokens.flip(1).contiguous())
+    ledger.commit(HELD_OUT, entered.model_copy(update={"tokens": others}))
+    ledger.commit(LOSS_RATIOS, LossRatiosEntry(ratios=dict.fromkeys(ratios.ratios, 1.0)))
+    assert made.run().json["held_out"] == expected
+    assert weights(made) == weights(clean)
 
 
 @pytest.mark.nightly
