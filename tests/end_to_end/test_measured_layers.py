@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from pipeline.driver.ledger_keys import HELD_OUT, LOSS_RATIOS
 from pipeline.ranks.calibration import MOST
 from stores.activations import ActivationStore
 from stores.ledger import Ledger
+from tests import factories
 from tests.end_to_end.children import Child, Hook
 from tests.end_to_end.jobs import Job, command, file_digests
 
@@ -111,3 +113,25 @@ def test_plan_counts_it(job: MakeJob) -> None:
 def test_what_cannot_be_measured_is_refused(changes: dict[str, Any], said: str, job: MakeJob) -> None:
     ended = job(**{**MEASURED, **changes}).run()
     assert (ended.code, said in ended.err) == (2, True), ended.err
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("mixtral", {}),
+        ("gemma2", {}),
+        ("llama", {"budget": {"bytes": 0.2, "measure_layers": True}, "quantize": {"bits": "auto"}}),
+        ("llama", {"methods": [{"method": "loss_aware", "mlp": False}]}),
+    ],
+)
+def test_other_jobs(family: str, changes: dict[str, Any], job: MakeJob, tmp_path: Path) -> None:
+    """Experts, bits and ranks together, and attention alone."""
+    source = factories.make_model(tmp_path / "source", family, hidden_size=64, intermediate_size=96)
+    made = job(source, **{**MEASURED, **changes})
+    ended = made.run()
+    assert ended.code == 0, ended.err
+    named = {task.split("/")[2].split(":")[0] for task in made.ledger("ratios")["ratios"]}
+    assert ("query_key" in named) == ("methods" in changes)
+    verified = command("verify", str(made.output), "--source", str(source))
+    assert verified.code == 0, verified.out
