@@ -370,10 +370,11 @@ class Manifest(Block):
         Paths and evaluation change nothing, healing follows the solve, and `budget.fit` has become `budget.bytes`. The
         calibration text is covered by its token ids, so that files may move.
         """
+        unset = () if self.measures_layers else ("measure_layers",)  # which earlier versions did not have
         fields = self.model_dump(
             mode="json",
             include={"version", "seed", "budget", "calibration", "methods", "quantize"},
-            exclude={"calibration": {"text"}, "budget": {"fit"}},
+            exclude={"calibration": {"text"}, "budget": {"fit", *unset}},
         )
         if self.rounding is not None:
             fields["quantize"]["feedback"] = self.rounding.feedback

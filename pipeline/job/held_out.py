@@ -106,7 +106,7 @@ def forget_other_text(job: JobContext) -> None:
         return  # stored again when they are next needed
     if not torch.equal(stored, job.held_out.to(torch.int32)):
         retract_changed(job.ledger, job.ledger.keys(), dependents([HELD_OUT], "changed"))
-        if job.ledger.keys(BLOCKS) or job.ledger.get(LOSS_RATIOS):
+        if job.ledger.get(LOSS_RATIOS) is not None or job.ledger.keys(BLOCKS):
             retract_changed(job.ledger, job.ledger.keys(), ["block", LOSS_RATIOS])
         _drop(job)
 
