@@ -185,10 +185,8 @@ class Driver:
         """
         entered = self.journal.get(RANKS)
         if entered is None:
-            importances, corrected = (
-                importance_from_ledger(self.job, self.session.entry),
-                self.journal.get(LOSS_RATIOS),
-            )
+            importances = importance_from_ledger(self.job, self.session.entry)
+            corrected = self.journal.get(LOSS_RATIOS)
             scores = scores_from_ledger(self.job, self.session.entry, importances, corrected)
             importance = {str(layer): value for layer, value in scores.importance.items()}  # as JSON stores it
             entered = RanksEntry(ranks=self.job.allocate(scores), importance=importance)

@@ -29,6 +29,7 @@ DEPENDENTS: Mapping[str, Dependents] = {
     "measured": Dependents(changed=(RANKS,)),
     "curves": Dependents(changed=(RANKS,)),
     TRIED_SIZE: Dependents(changed=(RANKS,)),
+    "block": Dependents(changed=(LOSS_RATIOS,)),
     LOSS_RATIOS: Dependents(changed=(RANKS,)),
     RANKS: Dependents(changed=("layer",)),
     "layer": Dependents(changed=("statistics", "activations", HELD_OUT_SCORE)),

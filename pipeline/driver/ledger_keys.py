@@ -13,7 +13,6 @@ HELD_OUT: LedgerKey[entries.HeldOutEntry] = LedgerKey("held_out")  # tokens, and
 HELD_OUT_SCORE: LedgerKey[entries.HeldOutScoreEntry] = LedgerKey("held_out_score")
 TRIED_SIZE: LedgerKey[entries.TriedSizeEntry] = LedgerKey("target")  # the size being tried for a budget by loss
 LOSS_RATIOS: LedgerKey[entries.LossRatiosEntry] = LedgerKey("ratios")  # by `budget.measure_layers`
-BLOCKS = "block/"  # prefix of the losses of some layers
 TRIES = "tries/"  # prefix of the scores of a size, in thousandths
 SCORED = "scored/"  # prefix of the hidden states of a model being scored
 TOKENS: LedgerKey[entries.TokensEntry] = LedgerKey("tokens")

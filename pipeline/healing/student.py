@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,7 +35,7 @@ from manifests.heal import CHECKPOINTED_BYTES
 from pipeline.healing.processes import Processes, local
 from pipeline.healing.rounded import LATENT, TrainedTable, even_codes, train_rounded
 from pipeline.healing.rounded_ends import multiply_out
-from stores.headers import DTYPES
+from stores.headers import DTYPES, read_header
 
 DENSE_HEAD, WEIGHT = "dense_head.safetensors", "weight"  # beside a student with a rounded head; its tensor
 
@@ -234,10 +233,8 @@ def _undivided() -> Iterator[None]:
 
 def _stored_dtype(folder: Path) -> torch.dtype:
     """Return the dtype of a checkpoint's numbers, in which its weights are mapped and not read; float32 for several."""
-    found = set[torch.dtype]()
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            found |= {DTYPES[tensors.get_slice(name).get_dtype()] for name in tensors.keys()}  # noqa: SIM118 - no mapping
+    headers = [read_header(folder, file.name) for file in folder.glob("*.safetensors")]
+    found = {DTYPES[record.dtype] for header in headers for record in header.values()}
     numbers = {dtype for dtype in found if dtype.is_floating_point}
     return numbers.pop() if len(numbers) == 1 else torch.float32
 

@@ -16,7 +16,7 @@ from manifests.errors import CorruptError
 from manifests.records import ArrayRecord
 from pipeline.driver.job_spec import LayersEntered, staged_layer
 from pipeline.driver.ledger_dependencies import dependents, retract_changed
-from pipeline.driver.ledger_keys import BLOCKS, HELD_OUT, HELD_OUT_SCORE, LOSS_RATIOS
+from pipeline.driver.ledger_keys import HELD_OUT, HELD_OUT_SCORE
 from pipeline.driver.recovery import Repairs
 from pipeline.driver.scheduler import Coroutine, Scheduler
 from pipeline.driver.scoring import Outputs, Scorer, score_beside_dense
@@ -106,8 +106,8 @@ def forget_other_text(job: JobContext) -> None:
         return  # stored again when they are next needed
     if not torch.equal(stored, job.held_out.to(torch.int32)):
         retract_changed(job.ledger, job.ledger.keys(), dependents([HELD_OUT], "changed"))
-        if job.ledger.get(LOSS_RATIOS) is not None or job.ledger.keys(BLOCKS):
-            retract_changed(job.ledger, job.ledger.keys(), ["block", LOSS_RATIOS])
+        if job.ledger.keys("block/"):  # else the layers' ranks do not follow from this text
+            retract_changed(job.ledger, job.ledger.keys(), ["block"])
         _drop(job)
 
 

@@ -45,12 +45,11 @@ def compress_to_budget(job: JobContext, heartbeat: Heartbeat) -> tuple[JobContex
         check_texts(job, workers)
         if job.inputs.max_loss is not None:
             return _compress_within(job, job.inputs.max_loss, workers), workers.effort
+        if job.manifest.measures_layers:  # before other sizes, whose predictions these measurements correct
+            _measure_layers(job, workers)
         if job.manifest.evaluation.calibrate_prediction:
             _measure_other_sizes(job, workers)
-        if job.ledger.get(TRIED_SIZE) is not None:  # of another size
-            retract_changed(job.ledger, job.ledger.keys(), [TRIED_SIZE])
-        if job.manifest.measures_layers:
-            _measure_layers(job, workers)
+        _forget_tried_size(job)
         compress_and_score(job, workers)
         return job, workers.effort
 
@@ -111,6 +110,7 @@ def _measure_layers(job: JobContext, workers: JobWorkers) -> None:
     Then retract the layers: their ranks are chosen again."""
     if job.ledger.get(LOSS_RATIOS) is not None:
         return
+    _forget_tried_size(job)
     job.observer.say(f"{MEASURE_LAYERS}: first the layers are compressed to ranks that follow predicted losses")
     compress_and_score(job, workers, compared=False)
     predicted, ratios = predicted_by_task(job), dict[str, float]()
@@ -154,6 +154,12 @@ def _try(job: JobContext, size: int, predicted: float, workers: JobWorkers, limi
     job.observer.say(
         f"keep {size / WHOLE:g}: divergence {score.divergence:.3g} nats per token, predicted {predicted:.3g}{limit}"
     )
+
+
+def _forget_tried_size(job: JobContext) -> None:
+    """Retract the work at another size, if there is any."""
+    if job.ledger.get(TRIED_SIZE) is not None:
+        retract_changed(job.ledger, job.ledger.keys(), [TRIED_SIZE])
 
 
 def _aim(job: JobContext, size: int) -> None:

@@ -81,6 +81,19 @@ def test_ranks_of_other_held_out_text_are_chosen_again(job: MakeJob) -> None:
     assert weights(made) == weights(clean)
 
 
+def test_other_sizes_are_predicted_with_the_same_corrections(job: MakeJob) -> None:
+    """Both measurements in one job: the layers are those of the job without other sizes."""
+    made, both = job(**MEASURED), job(**MEASURED, **{"evaluation.calibrate_prediction": True})
+    expected, summary = made.run().json, both.run().json
+    assert weights(both) == weights(made)
+    figures = summary["prediction"]
+    assert figures["predicted"] == expected["prediction"]["predicted"]
+    tries = [both.ledger(f"tries/{size:04d}") for size in (900, 500)]
+    predicted = {entry["keep"]: entry["predicted"] for entry in figures["sizes"]}
+    assert [entry["predicted"] for entry in tries] == [predicted[0.9], predicted[0.5]]
+    assert predicted[0.8] == figures["predicted"]
+
+
 @pytest.mark.nightly
 def test_killed_between_measurements_it_ends_the_same(job: MakeJob) -> None:
     made, clean = job(**MEASURED), job(**MEASURED)
