@@ -256,8 +256,8 @@ def partly_dense(staged: StagedLayer, layer: LayerGeometry, roles: Collection[st
     forms = {role: form for role, form in staged.forms.items() if role not in roles}
     paths = [layer.path(role) for role in roles]
     for role, form in staged.forms.items():
-        if role in roles and form.group is not None:
-            paths.append(layer.group_path((role,), form.group))
+        if role in roles:  # tensors that its group shares are named by the group and the form
+            paths.append(layer.tensor_name(f"{form.group or layer.block_of(role).name}.{form.form}", (role,)))
     inside = tuple(f"{path}." for path in paths)
     compressed = {name: tensor for name, tensor in staged.tensors.items() if not name.startswith(inside)}
     dense = sorted(name for name, _ in layer.tensors().values() if name.startswith(inside))
