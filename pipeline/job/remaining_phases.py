@@ -101,9 +101,9 @@ class _Remaining:
             if scored and (number > 0 or ledger.get(HELD_OUT_SCORE) is None):
                 models = ("held-out-dense", "held-out")[has_dense or number > 0 :]
                 planned += [PlannedPhase(f"score {model}", of_model) for model in models]
-        parts = measured_parts(self.job.inputs.tasks, self.job.inputs.geometry) if measures else []
-        missing = [part for part in parts if ledger.get(part.key) is None]
-        planned += [PlannedPhase(f"score {part.name}", of_model) for part in missing]
+            parts = measured_parts(self.job.inputs.tasks, self.job.inputs.geometry) if measures and number == 0 else []
+            missing = [part for part in parts if ledger.get(part.key) is None]
+            planned += [PlannedPhase(f"score {part.name}", of_model) for part in missing]
         return planned
 
     @property
