@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from manifests.entries import (
+    BlockEntry,
     CurvesEntry,
     DenseEntry,
     GradientEntry,
@@ -16,7 +17,6 @@ from manifests.entries import (
     HeldOutScoreEntry,
     LayerEntry,
     LossRatiosEntry,
-    MeasuredPartEntry,
     ScoreEntry,
     TextLoss,
     TextsEntry,
@@ -38,7 +38,6 @@ from pipeline.driver.ledger_keys import (
     curves_key,
     dense_key,
     gradient_key,
-    group_in_all_layers_key,
     layer_key,
     try_key,
 )
@@ -70,7 +69,7 @@ LAYER = LayerEntry(
 SCORES: dict[str, Any] = {"divergence": 0.1, "dense_perplexity": 2.0, "perplexity": 3.0, "tokens": 9}
 SCORE = HeldOutScoreEntry(**SCORES)
 TRY = TryEntry(predicted=0.1, **SCORES)
-PART = MeasuredPartEntry(measured=0.1, predicted=0.1)
+BLOCK = BlockEntry(stop=1, measured=0.1, predicted=0.1)
 TEXT = TextsEntry(of=SHA, window=8, calibration=TextLoss(loss=1.0, tokens=9))
 
 
@@ -242,17 +241,15 @@ def test_calibrated_predictions_solve_other_sizes(tried: int) -> None:
     assert names(ahead(job)).count("compress") == 1 + max(0, OTHER_SIZES - tried)
 
 
-def test_measured_parts_stand_between_two_solves() -> None:
+def test_measured_layers_stand_between_two_solves() -> None:
     job = job_of({"method": "loss_aware"}, budget={"keep": 0.8, "measure_layers": True})
     job.ledger.commit(HELD_OUT, HeldOutEntry(tokens=ARRAY, outputs=(ARRAY,)))
     phases = names(ahead(job))
-    groups = ["score group-0-attention", "score group-0-query_key"]
-    parts = [*groups, *(f"score block-{layer:05d}" for layer in range(LAYERS))]
+    parts = [f"score block-{layer:05d}" for layer in range(LAYERS)]
     expected = ["compress", "score held-out", *parts, "compress", "score held-out"]
     assert phases[phases.index("compress") : phases.index("assemble")] == expected
-    job.ledger.commit(group_in_all_layers_key(0, "query_key"), PART)
-    commit(job, block_key, [0, 3], PART)
-    assert [name for name in names(ahead(job)) if name in parts] == [parts[0], *parts[3:5], *parts[6:]]
+    commit(job, block_key, [0, 3], BLOCK)
+    assert [name for name in names(ahead(job)) if name in parts] == [*parts[1:3], *parts[4:]]
     job.ledger.commit(LOSS_RATIOS, LossRatiosEntry(ratios={}))
     assert names(ahead(job)).count("compress") == 1
     assert not set(parts) & set(names(ahead(job)))
