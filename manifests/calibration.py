@@ -71,8 +71,8 @@ class Text(Block):
             raise ValueError("field is of texts; messages, tools and template are of conversations; give one of both")
         if self.field is not None and (not self.fields or len({*self.fields}) < len(self.fields)):
             raise ValueError(f"field: {list(self.fields)} should be different names, one at least")
-        if taken := [name for name in self.template or {} if name in NOT_OF_TEMPLATES]:
-            raise ValueError(f"template.{taken[0]}: is no argument of a chat template; leave it out")
+        if fixed := [name for name in self.template or {} if name in NOT_OF_TEMPLATES]:
+            raise ValueError(f"template.{fixed[0]}: is not an argument of a chat template; leave it out")
         return self
 
     @property

@@ -161,7 +161,7 @@ class Resume(Block):
         raise ValueError("should be an integer greater than 0, or auto")
 
 
-class Statistics(Block):
+class KeptStatistics(Block):
     """`keep`: statistics are kept after their layer is solved; null: with propagate: dense, not with compressed."""
 
     keep: bool | None = None
@@ -216,7 +216,7 @@ class Manifest(Block):
     methods: Annotated[tuple[AnyMethod, ...], Listed]
     workers: Workers = Workers()
     resume: Resume = Resume()
-    statistics: Statistics = Statistics()
+    statistics: KeptStatistics = KeptStatistics()
     evaluation: Evaluation = Evaluation()
     environment: Annotated[tuple[str, ...], Listed] = ()
 

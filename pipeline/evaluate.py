@@ -161,8 +161,8 @@ def _check_task_options(arguments: Any) -> None:
     elsewhere = "--endpoint" if arguments.endpoint else "--whole-model" if arguments.whole_model else ""
     alone = ("beside", "limit", "num_fewshot", "apply_chat_template", "samples", "run_dir", "whole_model", "endpoint")
     if not arguments.tasks:
-        if given := [f"--{name.replace('_', '-')}" for name in alone if getattr(arguments, name)]:
-            raise InputError(f"{', '.join(given)}: only with --tasks")
+        if refused := [f"--{name.replace('_', '-')}" for name in alone if getattr(arguments, name)]:
+            raise InputError(f"{', '.join(refused)}: only with --tasks")
         return
     if arguments.every < 1:
         raise InputError(f"--every: {arguments.every} is too small")

@@ -107,7 +107,7 @@ class Row(NamedTuple):
     null_filled: bool = False
 
 
-class Fields(NamedTuple):
+class RowFields(NamedTuple):
     """The fields of rows that are read: those of text, or that of conversations and that of their tools."""
 
     texts: tuple[str, ...]
@@ -115,21 +115,21 @@ class Fields(NamedTuple):
     tools: str = TOOLS_FIELD
 
 
-def fields_of(text: Text, item: Mapping[str, Any]) -> Fields | None:
+def fields_of(text: Text, item: Mapping[str, Any]) -> RowFields | None:
     """Return the fields to read of a row; None if a manifest's text names none, and the row leaves it open."""
     if text.messages is not None:
-        return Fields((), text.messages, text.tools or TOOLS_FIELD)
+        return RowFields((), text.messages, text.tools or TOOLS_FIELD)
     if text.fields or (DEFAULT_FIELD in item and not text.has_conversations):
-        return Fields(text.fields or (DEFAULT_FIELD,))
+        return RowFields(text.fields or (DEFAULT_FIELD,))
     chats = [name for name, value in item.items() if is_chat(value)]
-    return Fields((), chats[0], text.tools or TOOLS_FIELD) if len(chats) == 1 else None
+    return RowFields((), chats[0], text.tools or TOOLS_FIELD) if len(chats) == 1 else None
 
 
-def presumed_fields(text: Text, item: Mapping[str, Any]) -> Fields | None:
+def presumed_fields(text: Text, item: Mapping[str, Any]) -> RowFields | None:
     """Return the fields of a row that shows none, but has one called `messages`, so that its damage can be told."""
     if CHAT_FIELD not in item or any(map(is_chat, item.values())):
         return None
-    return Fields((), CHAT_FIELD, text.tools or TOOLS_FIELD)
+    return RowFields((), CHAT_FIELD, text.tools or TOOLS_FIELD)
 
 
 class RowTexts:
@@ -142,7 +142,7 @@ class RowTexts:
         self._text = text
         self._template = template
         self._objects = objects or bool(text.fields) or text.has_conversations
-        self._fields: Fields | None = None  # as the first row that shows them has them
+        self._fields: RowFields | None = None  # as the first row that shows them has them
 
     def document(self, place: str, row: Row, reading: Reading) -> str | InputError:
         """Return the text of a row, or the reason why it has none. Raises InputError if it holds something else."""
@@ -184,7 +184,7 @@ class RowTexts:
             texts += [value] if spaced else ["\n", value]
         return _checked(place, "".join(texts))
 
-    def _conversation(self, place: str, row: Row, fields: Fields, reading: Reading) -> str | InputError:
+    def _conversation(self, place: str, row: Row, fields: RowFields, reading: Reading) -> str | InputError:
         assert fields.messages is not None
         name, tools = fields.messages, row.item.get(fields.tools)
         if name not in row.item:

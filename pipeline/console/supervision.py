@@ -44,18 +44,18 @@ def supervise() -> None:
     global _told
     if sys.platform != "linux":  # others lack sigwaitinfo, and a signal for a parent's end
         return
-    told, tell_end = _pipe()
+    facts_end, tell_end = _pipe()
     noticed, notice_end = _pipe()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, the system forgets how a child ended
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     sys.stdout.flush()
     parent = os.getpid()
     child = os.fork()
-    for end in (tell_end, notice_end) if child else (told, noticed):
+    for end in (tell_end, notice_end) if child else (facts_end, noticed):
         os.close(end)
     if child:
         status, stopped_by = _await_end(child, noticed)
-        os._exit(_report(status, _facts(told), stopped_by))
+        os._exit(_report(status, _facts(facts_end), stopped_by))
     _end_with(parent)
     _told = tell_end
     signal.set_wakeup_fd(notice_end, warn_on_full_buffer=False)  # Python writes the number of each signal there
@@ -113,11 +113,11 @@ def _was_noticed(noticed: int) -> bool:
     return bool(os.read(noticed, MAX_BYTES))
 
 
-def _facts(told: int) -> dict[str, Any]:
+def _facts(facts_end: int) -> dict[str, Any]:
     """Return what the child told last of each fact."""
     facts: dict[str, Any] = {}
     try:
-        lines = os.read(told, MAX_BYTES).decode().split("\n")[:-1]
+        lines = os.read(facts_end, MAX_BYTES).decode().split("\n")[:-1]
     except BlockingIOError:  # nothing
         lines = []
     for line in lines:

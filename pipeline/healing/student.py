@@ -234,8 +234,8 @@ def _undivided() -> Iterator[None]:
 def _stored_dtype(folder: Path) -> torch.dtype:
     """Return the dtype of a checkpoint's numbers, in which its weights are mapped and not read; float32 for several."""
     headers = [read_header(folder, file.name) for file in folder.glob("*.safetensors")]
-    found = {DTYPES[record.dtype] for header in headers for record in header.values()}
-    numbers = {dtype for dtype in found if dtype.is_floating_point}
+    dtypes = {DTYPES[record.dtype] for header in headers for record in header.values()}
+    numbers = {dtype for dtype in dtypes if dtype.is_floating_point}
     return numbers.pop() if len(numbers) == 1 else torch.float32
 
 

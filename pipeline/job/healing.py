@@ -361,7 +361,7 @@ def _activation_bytes(job: JobContext, sizes: TextSizes) -> int:
 
 
 class _Journal:
-    """Implements `pipeline.healing.training_process.Journal` for a job."""
+    """Implements `pipeline.healing.training_process.TrainingJournal` for a job."""
 
     def __init__(self, job: JobContext) -> None:
         self.job = job

@@ -68,7 +68,7 @@ def verify(output: Place, source: str | None, bound: float | None = None) -> Ite
     yield _guarded("values", output_checks.check_values, checkpoint, compression)
     yield _guarded("counts", output_checks.check_counts, checkpoint, config, compression, original, standard)
     if original is not None:
-        pair = source_checks.Pair(original, standard, checkpoint, config, compression)
+        pair = source_checks.SourceAndOutput(original, standard, checkpoint, config, compression)
         yield _guarded("source", source_checks.check_source, pair)
         yield _guarded("coverage", source_checks.check_coverage, pair)
         yield _guarded("logits", source_checks.check_logits, pair, bound)

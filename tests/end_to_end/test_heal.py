@@ -17,7 +17,7 @@ import pipeline.healing.student
 import pipeline.healing.training
 import pipeline.job.healing
 from manifests.errors import NumericsError
-from pipeline.healing.training import Training
+from pipeline.healing.training import Trainer
 from tests.end_to_end.jobs import Job, command, file_digests, load, read_tensors, without_ray
 from tests.workers.bench import flip
 
@@ -120,7 +120,7 @@ def _dying(owner: Any, name: str, calls: int, after: bool = False) -> tuple[Any,
 @pytest.mark.parametrize(
     ("dying", "said"),
     [
-        (lambda: _dying(Training, "_step", 8), "resuming behind step 7 of 16"),
+        (lambda: _dying(Trainer, "_step", 8), "resuming behind step 7 of 16"),
         (
             lambda: _dying(pipeline.healing.training_process, "save_state", 4, after=True),
             "resuming behind step 3 of 16",
@@ -164,7 +164,7 @@ def test_a_healing_that_has_begun_keeps_its_rate(healed: Job, monkeypatch: pytes
     healed.put_back()
     monkeypatch.setattr(pipeline.job.healing, "CHECKPOINT_S", 0.0)
     with monkeypatch.context() as patch:
-        patch.setattr(*_dying(Training, "_step", 3))
+        patch.setattr(*_dying(Trainer, "_step", 3))
         begun = command("heal", str(healed.run_dir), "--set", "heal.epochs=2")
     assert begun.code == 75
     monkeypatch.setattr(pipeline.healing.training, "BASE_RATE", 1.0)
@@ -179,7 +179,7 @@ def test_damaged_rows_of_the_teacher_are_computed_again(healed: Job, monkeypatch
     digests = file_digests(healed.output)
     healed.put_back()
     with monkeypatch.context() as patch:
-        patch.setattr(*_dying(Training, "_step", 1))
+        patch.setattr(*_dying(Trainer, "_step", 1))
         assert command("heal", str(healed.run_dir), *SETTINGS).code == 75
     record = healed.ledger("teacher")["rows"][0]
     for chunk in (healed.run_dir / "activations.zarr" / record["path"]).rglob("c*"):
@@ -210,14 +210,14 @@ def test_gradients_that_are_not_finite_are_skipped_and_end_the_training(
     made = job()
     made.run()
     digests = file_digests(made.output)
-    real = Training._gradients
+    real = Trainer._gradients
 
-    def gradients(self: Training, chosen: list[int]) -> float:
+    def gradients(self: Trainer, chosen: list[int]) -> float:
         loss = real(self, chosen)
         next(iter(self.student.trained.values())).grad.fill_(float("nan"))  # type: ignore[union-attr]
         return loss
 
-    monkeypatch.setattr(Training, "_gradients", gradients)
+    monkeypatch.setattr(Trainer, "_gradients", gradients)
     ended = command("heal", str(made.run_dir), *SETTINGS)
     assert ended.code == NumericsError.exit_code
     assert "the gradients of 10 steps were NaN or infinite" in ended.err

@@ -10,7 +10,7 @@ import pytest
 
 import manifests.heal
 import pipeline.job.healing
-from pipeline.healing.training import Training
+from pipeline.healing.training import Trainer
 from stores.bucket import Bucket
 from stores.disk import Disk
 from tests import buckets
@@ -30,16 +30,16 @@ def test_a_killed_healing_in_a_bucket_goes_on(
     buckets.put_inputs(s3_bucket, llama, text)
     local, remote = job(heal=HEAL), job(heal=HEAL, **buckets.job_places(s3_bucket))
     expected = local.run().json
-    step, steps = Training._step, list[int]()
+    step, steps = Trainer._step, list[int]()
 
-    def dying(self: Training) -> None:
+    def dying(self: Trainer) -> None:
         steps.append(1)
         if len(steps) == 6:
             raise KeyboardInterrupt
         step(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Training, "_step", dying)
+        patch.setattr(Trainer, "_step", dying)
         assert remote.run().code == 75
     run_dir = Bucket(f"{s3_bucket}/run")
     assert [name.rpartition("/")[2] for name in run_dir.names("healing")] == [".metadata", "__0_0.distcp"]

@@ -21,7 +21,7 @@ import pipeline.healing.training
 import pipeline.healing.training_process
 import pipeline.job.healing
 from manifests.entries import HealingEntry
-from pipeline.healing.training_process import Journal, TrainingTask, train
+from pipeline.healing.training_process import TrainingJournal, TrainingTask, train
 from stores.bucket import Bucket
 from stores.disk import Disk
 from tests import buckets, factories
@@ -137,7 +137,7 @@ def train_one(task: TrainingTask, rank: int, folder: Path) -> None:
     indirect=True,
 )
 def test_two_processes_heal_as_one_does(solved: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def train_two(task: TrainingTask, journal: Journal) -> None:
+    def train_two(task: TrainingTask, journal: TrainingJournal) -> None:
         both = [CONTEXT.Process(target=train_one, args=(task, rank, tmp_path)) for rank in range(2)]
         for process in both:
             process.start()

@@ -209,7 +209,7 @@ def test_what_a_manifest_says_of_conversations() -> None:
         ({"field": ["a", "a"]}, "should be different names"),
         ({"field": 3}, "field: should be text"),
         ({"field": ["a", 3]}, "field.1: should be text"),
-        ({"template": {"tokenize": True}}, "template.tokenize: is no argument of a chat template"),
+        ({"template": {"tokenize": True}}, "template.tokenize: is not an argument of a chat template"),
         ({"template": "a"}, "template: should be a"),
     ):
         with pytest.raises(InputError, match=said):
