@@ -93,7 +93,7 @@ def _add_task_options(options: ArgumentParser) -> None:
     options.add_argument(
         "--beside", metavar="MODEL", help="with --tasks: another model in the same table, such as the dense one"
     )
-    options.add_argument("--limit", type=int, help="with --tasks: score only the first so many documents of each")
+    options.add_argument("--limit", type=int, help="with --tasks: score at most this many documents of each")
     options.add_argument("--num-fewshot", type=int, help="with --tasks: answered documents before each question")
     options.add_argument(
         "--apply-chat-template", action="store_true", help="with --tasks: write contexts by the model's chat template"
@@ -107,7 +107,7 @@ def _add_task_options(options: ArgumentParser) -> None:
         metavar="DIR",
         help="with --tasks: keep hidden states after each layer there; the same command then resumes",
     )
-    options.add_argument("--every", type=int, default=1, help="with --run-dir: keep them after so many layers")
+    options.add_argument("--every", type=int, default=1, help="with --run-dir: number of layers between two of these")
     whole = options.add_mutually_exclusive_group()
     whole.add_argument(
         "--whole-model",

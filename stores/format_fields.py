@@ -124,7 +124,7 @@ _PACKED_FIXED = {
     "extra_config": ((), "some modules are stored in another way"),
     "pack_dtype": (("int32", "torch.int32"), "words of another size"),
     "is_marlin_format": ((False,), "codes in the order of a GPU kernel"),
-    "data_type": (("int",), "codes that are no integers"),
+    "data_type": (("int",), "codes that are not integers"),
 }
 GPTQ = FieldTable(
     ("quant_method", "bits", "group_size", "desc_act", "checkpoint_format", "format", "dynamic"),

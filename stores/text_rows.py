@@ -19,10 +19,10 @@ JUDGED_FROM = 1000  # rows from which the share is judged while more may follow
 
 @dataclass
 class Reading:
-    """Counts of the rows of a file or dataset, as far as it was read.
+    """Counts of the rows that were read of a file or dataset.
 
     Attributes:
-        documents: rows with text; `conversations` of them, and `empty` ones, which have no text but white space.
+        documents: rows with text. `conversations`, `empty`: how many of these are conversations, or white space alone.
         refused: rows that are left out; `first`: why the first one is.
         without_tools: conversations whose tools the chat template does not write.
     """
@@ -52,7 +52,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class ReadText:
-    """A text as far as it was read: the counts of each file or dataset, and the tokens of all."""
+    """What was read of a text: the counts of each file or dataset, and the tokens of all."""
 
     readings: tuple[Reading, ...] = ()
     tokens: int = 0
@@ -126,7 +126,7 @@ def fields_of(text: Text, item: Mapping[str, Any]) -> RowFields | None:
 
 
 def presumed_fields(text: Text, item: Mapping[str, Any]) -> RowFields | None:
-    """Return the fields of a row that shows none, but has one called `messages`, so that its damage can be told."""
+    """Return the fields of a row whose field `messages` holds no conversation, so that it is reported as damaged."""
     if CHAT_FIELD not in item or any(map(is_chat, item.values())):
         return None
     return RowFields((), CHAT_FIELD, text.tools or TOOLS_FIELD)
@@ -135,14 +135,14 @@ def presumed_fields(text: Text, item: Mapping[str, Any]) -> RowFields | None:
 class RowTexts:
     """Takes the texts of rows by a manifest's text.
 
-    `template` writes conversations; None: they are refused. `objects`: rows of text are no texts themselves.
+    `template` writes conversations; None: they are refused. `objects`: texts are fields of rows.
     """
 
     def __init__(self, text: Text, template: ChatTemplate | None, objects: bool = False) -> None:
         self._text = text
         self._template = template
         self._objects = objects or bool(text.fields) or text.has_conversations
-        self._fields: RowFields | None = None  # as the first row that shows them has them
+        self._fields: RowFields | None = None  # those of the first row that shows them
 
     def document(self, place: str, row: Row, reading: Reading) -> str | InputError:
         """Return the text of a row, or the reason why it has none. Raises InputError if it holds something else."""

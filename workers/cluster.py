@@ -68,9 +68,9 @@ def connect(
 ) -> str:
     """Join a running Ray cluster, or start one on this machine that listens only on loopback. Return its address.
 
-    Do nothing if the process is already connected; but a Ray of this process that cannot train is started anew if
-    `trains`. `ray job submit` sets the address by RAY_ADDRESS. Below `uv run`,
-    workers run on the Python of their nodes, here this one, and not in an environment that uv resolves again.
+    Do nothing if the process is already connected, except that a local Ray that cannot train is restarted if `trains`.
+    `ray job submit` sets the address by RAY_ADDRESS. Below `uv run`, workers run on the Python of their nodes, and not
+    in an environment that uv resolves again.
 
     Args:
         timeout_s: how long to wait for a cluster that does not answer.
@@ -145,7 +145,7 @@ def await_cluster(address: str, timeout_s: float, stopped: Callable[[], bool]) -
             raise Interrupted("stopped by a signal while connecting to Ray")
         if time.monotonic() > deadline:
             raise InputError(
-                f"Ray: none answers at {where} ({fault}); tried for {timeout_s:g} s (--connect-timeout). Give "
+                f"Ray: no cluster answers at {where} ({fault}); tried for {timeout_s:g} s (--connect-timeout). Give "
                 "--address HOST:PORT of a running cluster, or none for a local one"
             )
         time.sleep(CHECK_SECONDS)

@@ -29,9 +29,9 @@ from workers.device_settings import configure_device
 if TYPE_CHECKING:
     from pipeline.healing.training_process import TrainingJournal, TrainingTask
 
-LOSSES = 3  # a training is given up after this many losses of processes
+LOSSES = 3  # the training fails when processes are lost more often than this
 POLL_S = 0.2
-SILENT_S = 600.0  # the others give up when a process has not answered for so long
+SILENT_S = 600.0  # a process that is silent for this long counts as lost
 STORAGE = "healing/ray"  # in RUN_DIR: Ray Train's own files
 
 
@@ -185,7 +185,7 @@ def _process(config: dict[str, Any]) -> None:
     mailbox, task = config["mailbox"], config["task"]
     configure_device(float(task.use_gpu))
     if ray.get(mailbox.has_ended.remote()):
-        return  # another process found an error that stays
+        return  # another process has ended the training
     try:
         train(task, _Sender(mailbox))
     except LaminaError as error:

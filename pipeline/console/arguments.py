@@ -64,7 +64,7 @@ def add_text(options: argparse.ArgumentParser, what: str) -> None:
     options.add_argument(
         "--field",
         action="append",
-        help="the column with the text; default: text, or a single column of conversations; again: several, joined",
+        help="the column with the text; default: text, or a single column of conversations; repeat to join several",
     )
     options.add_argument(
         "--messages", metavar="FIELD", help="the column with conversations, written by the model's chat template"

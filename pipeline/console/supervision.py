@@ -1,4 +1,4 @@
-"""Runs a command in a child process, so that each of its ends has a line of ours and an exit code of the table.
+"""Runs a command in a child process, so that each end of it is reported in a line, with a documented exit code.
 
 Native code ends a process without an exception: Ray's core does when its raylet is gone, a failed check aborts, and the
 system kills a process for lack of memory. The parent, which imports nothing slow, waits for the command, passes signals
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 EXIT_CODES = (0, 1, 2, Interrupted.exit_code)
 WATCHED = (*STOP_SIGNALS, signal.SIGCHLD)
-FROM_TERMINAL = 128  # SI_KERNEL: Ctrl-C, which every process of the terminal's foreground gets
-NOTICE_SECONDS = 0.1  # a signal to the whole process group reaches the command within
+FROM_TERMINAL = 128  # SI_KERNEL: Ctrl-C, which all foreground processes of the terminal receive
+NOTICE_SECONDS = 0.1  # within which the command receives a signal to the process group
 MAX_BYTES = 65536  # of a pipe
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
@@ -90,7 +90,7 @@ def _end_with(parent: int) -> None:
 def _await_end(child: int, noticed: int) -> tuple[int, str | None]:
     """Pass signals on until the child ends. Return its wait status, and the name of the last signal.
 
-    A signal that the child has got, too, is not passed on: the second one would stop a job at once.
+    A signal that the child has received itself is not passed on, because a second one stops a job at once.
     """
     stopped_by = None
     while True:
@@ -114,7 +114,7 @@ def _was_noticed(noticed: int) -> bool:
 
 
 def _facts(facts_end: int) -> dict[str, Any]:
-    """Return what the child told last of each fact."""
+    """Return the last value that the child reported of each fact."""
     facts: dict[str, Any] = {}
     try:
         lines = os.read(facts_end, MAX_BYTES).decode().split("\n")[:-1]

@@ -62,7 +62,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor that the processes have parts of; all of them at the same time."""
+    """Return a whole tensor from the parts that processes hold. All processes call it at the same time."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -95,7 +95,7 @@ def even_scheme(module: nn.Module, columns: int) -> tuple[int, int | None]:
 def train_rounded(model: nn.Module, even: Even, trained: Container[str]) -> None:
     """Replace the linears of `even`, and those with tables of levels, by modules that train.
 
-    `trained`: the names of the tensors that train; with its `weight_packed`, the codes of a linear do.
+    `trained`: the names of the tensors that train. The codes of a linear train if its `weight_packed` is among them.
     """
     schemes = {path: (*scheme, True) for path, scheme in even.items()}
     for path, table in model.named_modules():

@@ -1,4 +1,4 @@
-"""What each process of a healing does: it loads its part of the model, trains, and stores its part of checkpoints."""
+"""A process of a healing: loads its part of the model, trains it, and stores its part of checkpoints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GO_ON, STORE, STOP = 0, 1, 2
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """What a process needs to train. It can be pickled.
+    """The inputs of a process that trains. Picklable.
 
     Attributes:
         run_dir: on a disk with an absolute path, or in a bucket.
@@ -117,7 +117,7 @@ class _Process:
         state = {name: tensor.clone() for name, tensor in self.training.state().items()}
         load_state(self.task.run_dir, entered.folder, state)
         self.training.load(state, entered.step, entered.curve)
-        self.training.say(f"heal: resuming behind step {entered.step} of {self.training.schedule.steps}")
+        self.training.say(f"heal: resuming after step {entered.step} of {self.training.schedule.steps}")
 
     def _after_step(self) -> None:
         """Do what process 0 decides. Raise Interrupted if the job is to stop."""

@@ -307,7 +307,7 @@ def _figures(healing: Healing, task: TrainingTask, entry: HealingEntry, numbers:
 
 
 def _begun(job: JobContext, healing: Healing, relative: bool) -> HealingEntry | None:
-    """Return the last checkpoint of this healing; retract that of another one, or with other kinds of rates."""
+    """Return the last checkpoint of this healing. Retract the entry of another healing, or of another kind of rates."""
     entered = job.ledger.get(HEALING)
     if entered is None or (entered.of == healing.of and (entered.relative or not relative)):
         return entered
@@ -325,7 +325,7 @@ def _processes(job: JobContext) -> int:
 
 
 def _process_resources(job: JobContext) -> Workers:
-    """Return the workers' settings, with a whole GPU for each process: NCCL takes no two of them on one."""
+    """Return the workers' settings, with a whole GPU for each process: NCCL refuses two on one."""
     workers = job.manifest.workers
     return workers.model_copy(update={"gpus": max(1.0, workers.gpus)}) if workers.gpus else workers
 

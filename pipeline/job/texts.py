@@ -27,7 +27,7 @@ from pipeline.units.scores import Scored, Windows
 from pipeline.units.sharding import TEXT_TOKENS, text_windows
 from stores.corpus import cut_windows, load_tokenizer
 
-WORD_TOKENS = 32_768  # the words of at most so many tokens of each text are compared
+WORD_TOKENS = 32_768  # at most this many tokens of each text are compared word by word
 NAME = "texts"  # the dense model's name in the ledger while both texts are scored
 
 

@@ -21,7 +21,7 @@ GOALS = {
     "keep": "share of the decoder's numbers that stays",
     "bytes": "share of the decoder's bytes that stays; ranks and bits are chosen together",
     "fit": "memory of the device that serves; the bytes of the weights follow from it",
-    "max_loss": "nats per token of divergence from the dense model; the smallest size within it is searched",
+    "max_loss": "nats per token of divergence from the dense model; the job finds the smallest size within it",
 }
 
 

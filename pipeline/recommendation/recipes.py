@@ -127,8 +127,8 @@ def choose_recipe(candidates: Sequence[Recipe], inputs_of: Callable[[Recipe, boo
     steps of the weights.
 
     Args:
-        inputs_of: checks the job of a recipe; with True in hardly any memory. Raises DoesNotFitError, or InputError
-            for a model that the recipe does not take.
+        inputs_of: checks the job of a recipe; if the flag is True, in hardly any memory. Raises DoesNotFitError, or
+            InputError for a model that the recipe does not take.
 
     Raises DoesNotFitError with the smallest memory of any recipe, and InputError if no recipe takes the model.
     """

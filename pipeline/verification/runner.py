@@ -100,7 +100,7 @@ def _modelling_files(output: Storage) -> list[str]:
     try:
         with on_this_machine(output, partial(matching, patterns=CODE)) as folder:
             imported = get_relative_import_files(os.path.join(folder, MODELLING_FILE))
-    except (OSError, ValueError):  # a file is missing or is no text; the check of digests names it
+    except (OSError, ValueError):  # a file is missing or not text; the check of digests names it
         imported = []
     return [MODELLING_FILE, *sorted({PurePath(path).name for path in imported})]
 

@@ -120,10 +120,10 @@ def _dying(owner: Any, name: str, calls: int, after: bool = False) -> tuple[Any,
 @pytest.mark.parametrize(
     ("dying", "said"),
     [
-        (lambda: _dying(Trainer, "_step", 8), "resuming behind step 7 of 16"),
+        (lambda: _dying(Trainer, "_step", 8), "resuming after step 7 of 16"),
         (
             lambda: _dying(pipeline.healing.training_process, "save_state", 4, after=True),
-            "resuming behind step 3 of 16",
+            "resuming after step 3 of 16",
         ),
         (lambda: _dying(pipeline.job.healing, "forget_figures", 1), "healed: 16 steps"),
         (lambda: _dying(pipeline.job.healing, "score_held_out", 1), "healed: 16 steps"),
@@ -170,7 +170,7 @@ def test_a_healing_that_has_begun_keeps_its_rate(healed: Job, monkeypatch: pytes
     monkeypatch.setattr(pipeline.healing.training, "BASE_RATE", 1.0)
     ended = command("heal", str(healed.run_dir), "--set", "heal.epochs=2")
     assert ended.code == 0, ended.err
-    assert "resuming behind step 2 of 4" in ended.err
+    assert "resuming after step 2 of 4" in ended.err
     first, second = (each.err.partition("learning rate ")[2].partition(" of")[0] for each in (begun, ended))
     assert float(first) == float(second) < 0.01
 

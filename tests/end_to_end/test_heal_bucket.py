@@ -45,7 +45,7 @@ def test_a_killed_healing_in_a_bucket_goes_on(
     assert [name.rpartition("/")[2] for name in run_dir.names("healing")] == [".metadata", "__0_0.distcp"]
     run_dir.put_if_absent("student-left/config.json", b"{}")  # as by SIGKILL
     ended: Any = remote.run()
-    assert "resuming behind step 5 of 16" in ended.err
+    assert "resuming after step 5 of 16" in ended.err
     assert "score teacher" not in ended.err
     assert ended.json["healed"] == expected["healed"]
     assert buckets.digests(Bucket(f"{s3_bucket}/output")) == buckets.digests(Disk(local.output))

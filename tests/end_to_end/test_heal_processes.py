@@ -196,7 +196,7 @@ def test_a_killed_process_costs_the_steps_since_the_last_checkpoint(solved: Job)
     child = heal(solved, prepare=many_checkpoints)
     wait_for_line(child, "heal step 6 of 16")
     training_processes(child)[1].kill()
-    assert "resuming behind step" in ended(child)
+    assert "resuming after step" in ended(child)
     assert file_digests(solved.output) == digests
 
 
@@ -210,7 +210,7 @@ def test_after_a_kill_another_number_of_processes_goes_on(solved: Job) -> None:
     assert child.process.exitcode == -signal.SIGKILL
     said = ended(heal(solved, processes=1))
     assert "processes: 1" in said
-    assert "resuming behind step" in said
+    assert "resuming after step" in said
     figures = solved.compression()["healed"]
     assert figures["after"] < figures["before"]
     assert figures["steps"] == 16
@@ -240,7 +240,7 @@ def test_a_sweep_killed_in_a_training_goes_on(tmp_path: Path, text: Path) -> Non
     end_group(child.pid)
     assert child.process.exitcode == -signal.SIGKILL
     said = ended(killed.start(many_checkpoints))
-    assert "resuming behind step" in said
+    assert "resuming after step" in said
     assert "score teacher" not in said
     assert killed.digests() == whole.digests()
 
@@ -284,5 +284,5 @@ def test_a_job_in_a_bucket_killed_in_a_training_goes_on(tmp_path: Path, text: Pa
     end_group(child.pid)
     assert child.process.exitcode == -signal.SIGKILL
     said = ended(start())
-    assert "resuming behind step" in said
+    assert "resuming after step" in said
     assert buckets.digests(Bucket(f"{s3_bucket}/output")) == buckets.digests(Disk(local.output))

@@ -182,7 +182,7 @@ def test_a_killed_job_goes_on_and_one_of_other_bits_reuses_the_pass(wide: Path, 
         ({"methods": [{"method": "flat_llm", "ranks": {"mlp": 40}}]}, "methods.0.ranks.mlp: groups of 32"),
         ({"methods": [{"method": "flat_llm", "ranks": {"value": 2}}]}, "heads of 2 are 8 numbers that o reads"),
         ({"methods": [{"method": "flat_llm", "keep": 0.8, "rank_multiple": 24}]}, "budget.multiple: 96 would"),
-        ({"budget": {"keep": 0.8}}, "methods: [] leaves out none"),
+        ({"budget": {"keep": 0.8}}, "methods: [] removes no numbers"),
     ],
 )
 @pytest.mark.usefixtures("no_ray")
