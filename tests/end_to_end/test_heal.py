@@ -19,16 +19,12 @@ import pipeline.job.healing
 from manifests.errors import NumericsError
 from pipeline.healing.training import Trainer
 from tests.end_to_end.jobs import Job, command, file_digests, load, read_tensors, without_ray
-from tests.workers.bench import flip
+from tests.failing_disk import flip
+
+pytestmark = pytest.mark.usefixtures("small_steps")
 
 MakeJob = Callable[..., Job]
 SETTINGS = ("--set", "heal.epochs=8", "--set", "heal.learning_rate=0.003")
-
-
-@pytest.fixture(autouse=True)
-def _small_steps(inline: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifests.heal, "STEPS", 1)
-    monkeypatch.setattr(manifests.heal, "STEP_TOKENS", 96)
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from tests.end_to_end.jobs import (
     read_tensors,
     relative_error,
     some_tokens,
+    weight_digests,
 )
 from tests.end_to_end.sources import make_source
 
@@ -35,12 +36,6 @@ FACTORS = [
     {"method": "joint_rank_k", "mlp": False, "ranks": {"query_key": 32}, "weighting": "input"},
 ]
 PLAIN = {"method": "loss_aware", "factors": "plain", "rank_multiple": 32}
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama whose widths groups of 32 divide."""
-    return make_source(tmp_path_factory.mktemp("wide"), "llama", layers=2, **SIZES)
 
 
 def rounding(bits: int | str, group: int | None = 32, **more: Any) -> dict[str, Any]:
@@ -111,7 +106,7 @@ def test_feedback_is_nearer_than_nearest(wide: Path, job: MakeJob) -> None:
     ends = [made.run() for made in (fed, nearest, free)]
     assert [ended.code for ended in ends] == [0, 0, 0]
     assert ["every number goes to the nearest code" in ended.err for ended in ends] == [False, False, True]
-    assert file_digests(nearest.output).items() >= shards(free.output).items()
+    assert file_digests(nearest.output).items() >= weight_digests(free.output).items()
     ids = torch.tensor(fed.compression()["compared"]["tokens"])
     dense = hidden_states(AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).eval(), ids)
     first = []
@@ -137,10 +132,6 @@ def test_feedback_on_both_sides(wide: Path, job: MakeJob, methods: list[Any]) ->
         entry.unlink()
     assert made.run().code == 0
     assert file_digests(made.output) == before
-
-
-def shards(output: Path) -> dict[str, str]:
-    return {name: digest for name, digest in file_digests(output).items() if name.endswith(".safetensors")}
 
 
 def hidden_states(model: Any, ids: torch.Tensor) -> torch.Tensor:
