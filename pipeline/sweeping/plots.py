@@ -75,7 +75,7 @@ def _plot(results: Mapping[str, Any], size: str, loss: str) -> Plot:
         "size."
     ) + (" Healed points are not compared in this." if healed else "")
     legend_rows = math.ceil((len(lines) + len(healed) + 1) / 2)
-    return draw(size, f"{loss}-{size}", caption, plot, AXES_INCHES + LEGEND_ROW_INCHES * legend_rows)
+    return draw(f"{loss}-{size}", caption, plot, AXES_INCHES + LEGEND_ROW_INCHES * legend_rows)
 
 
 def _healed_lines(results: Mapping[str, Any], size: str, loss: str) -> dict[str, list[tuple[float, float]]]:
