@@ -33,8 +33,7 @@ from lamina.stored_lamina import StoredLinear
 from manifests.errors import InputError
 from manifests.heal import CHECKPOINTED_BYTES
 from pipeline.healing.processes import Processes, local
-from pipeline.healing.rounded import LATENT, TrainedTable, even_codes, train_rounded
-from pipeline.healing.rounded_ends import multiply_out
+from pipeline.healing.rounded import LATENT, TrainedTable, even_codes, multiply_out, train_rounded
 from stores.headers import DTYPES, read_header
 
 DENSE_HEAD, WEIGHT = "dense_head.safetensors", "weight"  # beside a student with a rounded head; its tensor
