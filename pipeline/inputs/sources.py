@@ -154,8 +154,8 @@ def check_buildable(config: Mapping[str, Any], where: str) -> None:
 def check_towers(source: SourceCheckpoint, config: Mapping[str, Any]) -> None:
     """Compare the tensors of a multimodal model's towers with those of its class, by names and shapes.
 
-    transformers would fill missing ones at random. `config`: the source's config. The source's tensors have the names of modules. Raises InputError with all faults (up
-    to 20).
+    transformers would fill missing ones at random. `config`: the source's config. The source's tensors have the names
+    of modules. Raises InputError with all faults (up to 20).
     """
     whole = whole_config(config)
     whole.get_text_config().num_hidden_layers = 1  # layers are not compared
