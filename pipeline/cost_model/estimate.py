@@ -117,7 +117,7 @@ def make_plan(
         activation_bytes=activations,
         run_dir_bytes=tokens * TOKEN_BYTES
         + _stored_states(manifest, workers) * activations
-        + _stored_statistics(manifest, passes, statistics)
+        + _stored_statistics(passes, statistics)
         + _stored_models(manifest) * size.num_bytes,
         output_bytes=size.num_bytes,
         output_bound=bound,
@@ -167,10 +167,9 @@ def _stored_states(manifest: Manifest, workers: int) -> int:
     return 2 if refined is None else 6 if refined.inputs == "compressed" else 2 + 2 * workers
 
 
-def _stored_statistics(manifest: Manifest, passes: PlannedPasses, by_layer: Mapping[int, int]) -> int:
+def _stored_statistics(passes: PlannedPasses, by_layer: Mapping[int, int]) -> int:
     """Return the bytes of the moments that are stored at a time: of all layers, or of the largest one."""
-    compressed = manifest.calibration is not None and manifest.calibration.propagate == "compressed"
-    all_layers = passes.keep_statistics or not (compressed or passes.in_pass)
+    all_layers = passes.keep_statistics or not (passes.compressed or passes.in_pass)
     return sum(by_layer.values()) if all_layers else max(by_layer.values(), default=0)
 
 
@@ -186,8 +185,7 @@ def _flops(
     """Return the operations of forward passes, of moments and of solves."""
     calibration = manifest.calibration
     sequence = calibration.sequence_length if calibration else 0
-    compressed = calibration is not None and calibration.propagate == "compressed"
-    forwards = (2 if compressed else 1) if any(task.moments for task in tasks) else 0
+    forwards = (2 if passes.compressed else 1) if any(task.moments for task in tasks) else 0
     layers = sum(forward_flops(layer, sequence) for layer in geometry.layers)
     moments = [(layer, moment) for layer in layers_of(tasks) for moment in layer_moments(tasks, layer)]
     groups = task_groups(build_methods(manifest), geometry)

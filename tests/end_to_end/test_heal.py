@@ -16,6 +16,7 @@ import pipeline.healing.checkpoints
 import pipeline.healing.student
 import pipeline.healing.training
 import pipeline.job.healing
+import pipeline.job.student_training
 from manifests.errors import NumericsError
 from pipeline.healing.training import Trainer
 from tests.end_to_end.jobs import Job, command, file_digests, load, read_tensors, without_ray
@@ -132,7 +133,7 @@ def test_an_interrupted_healing_resumes_with_the_same_bytes(
     digests = file_digests(healed.output)
     healed.put_back()
     base = file_digests(healed.output)
-    monkeypatch.setattr(pipeline.job.healing, "CHECKPOINT_S", 0.0)
+    monkeypatch.setattr(pipeline.job.student_training, "CHECKPOINT_S", 0.0)
     with monkeypatch.context() as patch:
         patch.setattr(*dying())
         assert command("heal", str(healed.run_dir), *SETTINGS).code == 75
@@ -158,7 +159,7 @@ def test_activations_that_are_computed_twice_change_no_byte(healed: Job, monkeyp
 
 def test_a_healing_that_has_begun_keeps_its_rate(healed: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     healed.put_back()
-    monkeypatch.setattr(pipeline.job.healing, "CHECKPOINT_S", 0.0)
+    monkeypatch.setattr(pipeline.job.student_training, "CHECKPOINT_S", 0.0)
     with monkeypatch.context() as patch:
         patch.setattr(*_dying(Trainer, "_step", 3))
         begun = command("heal", str(healed.run_dir), "--set", "heal.epochs=2")

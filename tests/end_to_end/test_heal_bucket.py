@@ -10,6 +10,7 @@ import pytest
 
 import manifests.heal
 import pipeline.job.healing
+import pipeline.job.student_training
 from pipeline.healing.training import Trainer
 from stores.bucket import Bucket
 from stores.disk import Disk
@@ -26,7 +27,7 @@ def test_a_killed_healing_in_a_bucket_goes_on(
 ) -> None:
     monkeypatch.setattr(manifests.heal, "STEPS", 1)
     monkeypatch.setattr(manifests.heal, "STEP_TOKENS", 96)
-    monkeypatch.setattr(pipeline.job.healing, "CHECKPOINT_S", 0.0)
+    monkeypatch.setattr(pipeline.job.student_training, "CHECKPOINT_S", 0.0)
     buckets.put_inputs(s3_bucket, llama, text)
     local, remote = job(heal=HEAL), job(heal=HEAL, **buckets.job_places(s3_bucket))
     expected = local.run().json

@@ -20,6 +20,7 @@ import manifests.heal
 import pipeline.healing.training
 import pipeline.healing.training_process
 import pipeline.job.healing
+import pipeline.job.student_training
 from manifests.entries import HealingEntry
 from pipeline.healing.training_process import TrainingJournal, TrainingTask, train
 from stores.bucket import Bucket
@@ -49,7 +50,7 @@ def on_loopback() -> None:
 def many_checkpoints() -> None:
     """Make small steps, each with a checkpoint, in a child."""
     small_steps()
-    pipeline.job.healing.CHECKPOINT_S = 0.0
+    pipeline.job.student_training.CHECKPOINT_S = 0.0
 
 
 JOBS: dict[str, dict[str, Any]] = {
