@@ -107,7 +107,7 @@ def _add_task_options(options: ArgumentParser) -> None:
         metavar="DIR",
         help="with --tasks: keep hidden states after each layer there; the same command then resumes",
     )
-    options.add_argument("--every", type=int, default=1, help="with --run-dir: number of layers between two of these")
+    options.add_argument("--every", type=int, default=1, help="with --run-dir: number of layers between two commits")
     whole = options.add_mutually_exclusive_group()
     whole.add_argument(
         "--whole-model",

@@ -67,7 +67,7 @@ from stores.storage import Place, Storage, contains, matching, open_storage
 from workers.checkpoint_reader import cpu_reader
 
 HEAD = "lm_head"  # a model's head in transformers
-ALIGNED = 16  # bytes, as torch's grouped product wants rows
+ALIGNED = 16  # bytes: torch's grouped product needs rows of a multiple
 
 
 def export_checkpoint(

@@ -22,7 +22,7 @@ class Processes:
 
     @classmethod
     def joined(cls) -> Processes:
-        """Return those of torch's process group; this process alone without one."""
+        """Return the processes of torch's process group, or this process alone if there is no group."""
         return cls(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else cls()
 
     def total(self, number: float) -> float:

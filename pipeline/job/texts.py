@@ -66,8 +66,8 @@ def compared_windows(
     prefix: tuple[int, ...],
     most: int = TEXT_TOKENS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return windows (n, length) of the calibration samples and of the evaluation text, evenly spread over each, of
-    about `most` tokens of each at most.
+    """Return windows (n, length) of the calibration samples and of the evaluation text, evenly spread over each, with
+    at most about `most` tokens of each.
 
     The length is that of a sample, or of the evaluation text if that is shorter. All begin with the samples' `prefix`,
     whatever the evaluation has, because losses with and without one cannot be compared.

@@ -67,7 +67,7 @@ def recipes(fit: Fit, dtype_bits: int, rounds: bool, corrected: bool, mixture: b
     `rounds`: groups of scales fit the model. `corrected`: its layers can be corrected. `mixture`: it has experts.
     """
     solved = CORRECTED if corrected else SOLVED
-    rounds = rounds and (fit.engine, fit.device, dtype_bits) != ("vllm", "cpu", 32)  # its kernels want 16 bits
+    rounds = rounds and (fit.engine, fit.device, dtype_bits) != ("vllm", "cpu", 32)  # its kernels need 16 bits
     if fit.engine == "llama.cpp":
         listed = [Recipe("fewer and narrower experts", entries=(STOCK,))] if mixture else _of_llama_cpp()
     else:

@@ -157,7 +157,7 @@ def _healing(inputs: Inputs) -> HealingWork | None:
     return healing_work(inputs.manifest, inputs.geometry, share, inputs.dtype.itemsize)
 
 
-@lru_cache(maxsize=256)  # the plan of a point is wanted in several places
+@lru_cache(maxsize=256)  # the plan of a point is needed in several places
 def _plan(inputs: Inputs) -> Plan:
     return bounded_plan(inputs) if isinstance(inputs, SharedInputs) else plan_of(inputs)
 
