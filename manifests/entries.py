@@ -188,11 +188,14 @@ class TryEntry(HeldOutScoreEntry):
     predicted: Finite
 
 
-class BlockEntry(Record):
-    """The loss of the model with some consecutive layers compressed, from the entry's layer to `stop`, exclusive:
-    measured, and as their curves predict it (nats per token)."""
+class MeasuredPartEntry(Record):
+    """The loss of the model in which a part alone is compressed: measured, and as its curves predict it (nats per
+    token).
 
-    stop: PositiveInt
+    The part is a group in all layers, or consecutive layers from the key's to `stop`, exclusive.
+    """
+
+    stop: PositiveInt | None = None
     measured: Finite
     predicted: Finite
 
@@ -403,7 +406,8 @@ KINDS: Mapping[str, TypeAdapter[Any]] = {
         "schedule": ScheduleEntry,
         "target": TriedSizeEntry,
         "tries": TryEntry,
-        "block": BlockEntry,
+        "block": MeasuredPartEntry,
+        "group": MeasuredPartEntry,
         "ratios": LossRatiosEntry,
         "held_out": HeldOutEntry,
         "held_out_score": HeldOutScoreEntry,

@@ -175,10 +175,15 @@ class FormSpec(Record):
 
 class StagedLayer(StagedRecord):
     """A compressed layer for workers to load: its file, the form of each role, and the scheme of each rounded matrix by
-    the path of its module."""
+    the path of its module.
+
+    `dense`: the names of the source's tensors that stand for compressed ones, in a layer of which only a part is
+    compressed.
+    """
 
     forms: Mapping[str, FormSpec]
     rounded: Mapping[str, Scheme] = {}
+    dense: Row[str] = ()
 
 
 Figure = Annotated[float, Field(allow_inf_nan=False, strict=False)]

@@ -69,10 +69,10 @@ class Budget(Block):
     `multiple`: ranks and widths that a budget chooses are multiples of this, or whole; null: 16, or 1 below a hidden
     size of 1024. Tensor parallelism over n devices needs multiples of n, quantised caches of their group, often 64.
 
-    `measure_layers`: after a first solve, the loss of some layers at a time is measured on calibration text beyond the
-    samples, and ranks are chosen again by predictions that these measurements correct,
-    [methods.md#measured-layers](methods.md#measured-layers). For methods with allocation: loss, beside `keep`, `bytes`
-    or `fit`.
+    `measure_layers`: after a first solve, the losses of some layers at a time and of groups of the attention are
+    measured on calibration text beyond the samples, and ranks are chosen again by predictions that these measurements
+    correct, [methods.md#measured-layers](methods.md#measured-layers). For methods with allocation: loss, beside `keep`,
+    `bytes` or `fit`.
     """
 
     keep: Share | None = None

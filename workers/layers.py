@@ -124,8 +124,8 @@ class LayerReader:
         self, layer: int, staged: StagedLayer | None, shared: Shared = dict, *, start: int = 0, step: int = 1
     ) -> TappedLayer:
         config = self.config if staged is None else self._config_of(layer, staged.as_json()["forms"])
-        names = self._sizes(layer) if staged is None else staged.tensors
-        rounded = rounded_modules(self.setup.config, packed_modules(names)) if staged is None else staged.rounded
+        dense = self._sizes(layer) if staged is None else staged.dense
+        rounded = {**rounded_modules(self.setup.config, packed_modules(dense)), **(staged.rounded if staged else {})}
         return self._block(config, layer, rounded, partial(self._tensors, layer, staged, shared), start, step)
 
     def _config_of(self, layer: int, forms: dict[str, Any]) -> LayersConfig:
@@ -335,8 +335,9 @@ class LayerReader:
         `number`: the slice of experts to read alone. `outside`: include the tensors outside of experts.
         """
         if staged is not None:
-            sizes = {name: prod(tensor.shape) for name, tensor in staged.tensors.items()}
-            read: Read = partial(read_staged, self.setup.run_dir, staged)
+            dense = {name: self.setup.source.tensors[name].num_bytes for name in staged.dense}
+            sizes = dense | {name: prod(tensor.shape) for name, tensor in staged.tensors.items()}
+            read: Read = partial(self._read_staged, staged, shared())
         else:
             sizes, read = self._sizes(layer), partial(self._read, shared=shared())
         slices = self._slices_of(layer, staged)
@@ -356,6 +357,12 @@ class LayerReader:
 
     def _arrived(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: self.copies.arrived(tensor) for name, tensor in tensors.items()}
+
+    def _read_staged(self, staged: StagedLayer, shared: Mapping[str, Tensor], names: list[str]) -> dict[str, Tensor]:
+        """Return tensors of a staged layer, and of the source for what is dense in it. Raises the errors of `_read` and
+        of `read_staged`."""
+        compressed = read_staged(self.setup.run_dir, staged, [name for name in names if name in staged.tensors])
+        return compressed | self._read([name for name in names if name in staged.dense], shared)
 
     def _read(
         self, names: list[str], shared: Mapping[str, Tensor] = MappingProxyType({}), where: str = "source"
@@ -381,7 +388,7 @@ def _balanced_parts(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
 
 
 def _block_key(layer: int, staged: StagedLayer | None) -> BlockKey:
-    return layer, "dense" if staged is None else staged.path
+    return layer, "dense" if staged is None else " ".join((staged.path, *staged.dense))
 
 
 def _require_finite(name: str, tensor: Tensor, where: str) -> None:

@@ -11,6 +11,7 @@ from manifests.records import Curve, LedgerKey, StagedLayer
 from manifests.schema import Manifest
 from pipeline.driver.interfaces import Journal
 from pipeline.driver.ledger_keys import curves_key, dense_key, layer_key, measured_key
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.base import Method
 from pipeline.methods.method import Moment, Scores, Task
 from pipeline.methods.registry import layer_gradients, layer_importance, layers_of
@@ -248,6 +249,19 @@ def staged_layer(journal: Journal, layer: int) -> StagedLayer | None:
     if entry is None:
         return None
     return StagedLayer(**dict(entry.staged), forms=entry.forms, rounded=entry.rounded)
+
+
+def partly_dense(staged: StagedLayer, layer: LayerGeometry, roles: Collection[str]) -> StagedLayer:
+    """Return a staged layer in which these roles have the source's weights."""
+    forms = {role: form for role, form in staged.forms.items() if role not in roles}
+    paths = [layer.path(role) for role in roles]
+    for role, form in staged.forms.items():
+        if role in roles:  # tensors that its group shares are named by the group and the form
+            paths.append(layer.tensor_name(f"{form.group or layer.block_of(role).name}.{form.form}", (role,)))
+    inside = tuple(f"{path}." for path in paths)
+    compressed = {name: tensor for name, tensor in staged.tensors.items() if not name.startswith(inside)}
+    dense = sorted(name for name, _ in layer.tensors().values() if name.startswith(inside))
+    return staged.model_copy(update={"forms": forms, "tensors": compressed, "dense": tuple(dense)})
 
 
 class LayersEntered(Sequence[StagedLayer | None]):

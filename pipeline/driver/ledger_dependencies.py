@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Literal, NamedTuple
 
 from pipeline.driver.interfaces import Journal
-from pipeline.driver.ledger_keys import HELD_OUT, HELD_OUT_SCORE, LOSS_RATIOS, RANKS, TRIED_SIZE
+from pipeline.driver.ledger_keys import HELD_OUT, HELD_OUT_SCORE, LOSS_RATIOS, MEASURED_PARTS, RANKS, TRIED_SIZE
 
 
 class Dependents(NamedTuple):
@@ -29,7 +29,7 @@ DEPENDENTS: Mapping[str, Dependents] = {
     "measured": Dependents(changed=(RANKS,)),
     "curves": Dependents(changed=(RANKS,)),
     TRIED_SIZE: Dependents(changed=(RANKS,)),
-    "block": Dependents(changed=(LOSS_RATIOS,)),
+    **dict.fromkeys(MEASURED_PARTS, Dependents(changed=(LOSS_RATIOS,))),
     LOSS_RATIOS: Dependents(changed=(RANKS,)),
     RANKS: Dependents(changed=("layer",)),
     "layer": Dependents(changed=("statistics", "activations", HELD_OUT_SCORE)),

@@ -31,6 +31,7 @@ REUSED: LedgerKey[entries.ReusedEntry] = LedgerKey("reused")
 EVALUATION: LedgerKey[entries.TokensEntry] = LedgerKey("evaluation")  # the tokens on which a sweep scores its points
 POINTS: LedgerKey[entries.PointsEntry] = LedgerKey("points")
 RESULT: LedgerKey[entries.PointEntry] = LedgerKey("result")  # in the part of the ledger of a sweep's point
+MEASURED_PARTS = ("block", "group")  # kinds of entries by `budget.measure_layers`
 LAYER_KINDS = ("dense", "gradient", "measured", "curves", "statistics", "activations", "layer", "block")
 BEFORE_WORK = (SOURCE, TOKENS, EVALUATION, SCHEDULE, SAMPLES, HARDWARE, POINTS)  # entered before anything is computed
 SCORED_NAME = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
@@ -71,14 +72,14 @@ def layer_key(layer: int) -> LedgerKey[entries.LayerEntry]:
     return LedgerKey(_layer_key("layer", layer))
 
 
-def block_key(layer: int) -> LedgerKey[entries.BlockEntry]:
+def block_key(layer: int) -> LedgerKey[entries.MeasuredPartEntry]:
     """The loss of some layers, from this one on."""
     return LedgerKey(_layer_key("block", layer))
 
 
-def block_name(layer: int) -> str:
-    """The name of the model in which the layers of a block, from this one on, are compressed alone."""
-    return f"block-{layer:05d}"
+def group_in_all_layers_key(method: int, group: str) -> LedgerKey[entries.MeasuredPartEntry]:
+    """The loss of a method's group in all layers."""
+    return LedgerKey(f"group/{method}/{group}")
 
 
 def try_key(size: int) -> LedgerKey[entries.TryEntry]:

@@ -298,7 +298,8 @@ class _Model:
         self.repairs.progress()
 
     def _digest(self, layer: int) -> str:
-        staged = [record.sha256 if record else None for record in self.layers[:layer]]
+        layers = self.layers[:layer]
+        staged = [record and ([record.sha256, *record.dense] if record.dense else record.sha256) for record in layers]
         return hashlib.sha256(json.dumps([self.windows.name, self.windows.dtype, staged]).encode()).hexdigest()
 
 

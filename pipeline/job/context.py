@@ -26,7 +26,7 @@ from pipeline.console.progress import JobObserver
 from pipeline.cost_model.estimate import Plan
 from pipeline.driver.job_spec import CalibrationPasses, Job
 from pipeline.driver.ledger_dependencies import retract_changed
-from pipeline.driver.ledger_keys import BEFORE_WORK, COMPLETE, REUSED, SAMPLES, SOURCE, TRIED_SIZE
+from pipeline.driver.ledger_keys import BEFORE_WORK, COMPLETE, MEASURED_PARTS, REUSED, SAMPLES, SOURCE, TRIED_SIZE
 from pipeline.evaluation.losses import check_dense_loss
 from pipeline.families.geometry import Geometry
 from pipeline.inputs.calibration import EvaluationTokens, calibration_tokens, evaluation_tokens
@@ -380,7 +380,7 @@ def _undo_solves(ledger: Ledger, differing: Sequence[str]) -> None:
         seconds = phases.get("statistics", 0.0) + phases.get("gradient", 0.0)
         ledger.commit(REUSED, ReusedEntry(seconds=complete.summary.get("seconds_saved", 0.0) + seconds))
     ledger.retract(COMPLETE)
-    changed = ["measured", TRIED_SIZE, "block"]
+    changed = ["measured", TRIED_SIZE, *MEASURED_PARTS]
     if not {"budget.max_loss", "budget.keep"}.issuperset(names):
         changed.append("tries")
     if not all(name.startswith("budget") for name in names):

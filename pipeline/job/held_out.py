@@ -6,23 +6,25 @@ The dense model's outputs on these windows are stored once, and every size is co
 from __future__ import annotations
 
 import logging
-from collections.abc import Container
+from collections.abc import Collection
 from functools import partial
 
 import torch
 
 from manifests.entries import HeldOutEntry, HeldOutScoreEntry
 from manifests.errors import CorruptError
-from manifests.records import ArrayRecord
-from pipeline.driver.job_spec import LayersEntered, staged_layer
+from manifests.records import ArrayRecord, StagedLayer
+from pipeline.driver.job_spec import LayersEntered, partly_dense, staged_layer
 from pipeline.driver.ledger_dependencies import dependents, retract_changed
-from pipeline.driver.ledger_keys import HELD_OUT, HELD_OUT_SCORE
+from pipeline.driver.ledger_keys import HELD_OUT, HELD_OUT_SCORE, MEASURED_PARTS
 from pipeline.driver.recovery import Repairs
 from pipeline.driver.scheduler import Coroutine, Scheduler
 from pipeline.driver.scoring import Outputs, Scorer, score_beside_dense
 from pipeline.evaluation.losses import damage_warnings, perplexity_of
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.job.context import JobContext
 from pipeline.job.worker_session import JobWorkers
+from pipeline.methods.method import Task
 from pipeline.reporting.summary import held_out_line
 from pipeline.units.scores import Scored, Windows
 
@@ -107,32 +109,42 @@ def forget_other_text(job: JobContext) -> None:
     if not torch.equal(stored, job.held_out.to(torch.int32)):
         retract_changed(job.ledger, job.ledger.keys(), dependents([HELD_OUT], "changed"))
         if job.ledger.keys("block/"):  # else the layers' ranks do not follow from this text
-            retract_changed(job.ledger, job.ledger.keys(), ["block"])
+            retract_changed(job.ledger, job.ledger.keys(), MEASURED_PARTS)
         _drop(job)
 
 
-def divergence_with(job: JobContext, workers: JobWorkers, compressed: Container[int], name: str) -> float:
-    """Return the divergence of the model in which these layers alone are compressed. `name`: of this model. Raises
+def divergence_with(job: JobContext, workers: JobWorkers, tasks: Collection[Task], name: str) -> float:
+    """Return the divergence of the model in which these tasks alone are compressed. `name`: of this model. Raises
     Interrupted."""
-    divergence = _score(job, workers, compressed, name).divergence
+    divergence = _score(job, workers, tasks, name).divergence
     workers.scorer(job).forget(name)
     return divergence
 
 
 def _score(
-    job: JobContext, workers: JobWorkers, compressed: Container[int] | None = None, name: str = COMPRESSED
+    job: JobContext, workers: JobWorkers, tasks: Collection[Task] | None = None, name: str = COMPRESSED
 ) -> HeldOutScoreEntry:
-    """Score the staged layers, or some of them among dense ones. Damaged tokens or dense outputs are computed again."""
-    repairs, layers = Repairs(job.ledger, [HELD_OUT], job.observer), range(job.inputs.geometry.num_layers)
-    chosen = layers if compressed is None else compressed
+    """Score the staged layers, or the model in which some tasks alone are compressed. Damaged tokens or dense outputs
+    are computed again."""
+    repairs = Repairs(job.ledger, [HELD_OUT], job.observer)
     while True:
         try:
             windows, outputs = _dense(job, workers)
-            staged = [staged_layer(job.ledger, layer) if layer in chosen else None for layer in layers]
+            staged = [_staged(job, layer, tasks) for layer in job.inputs.geometry.layers]
             return _entry(workers.scorer(job).score(windows, name, staged, outputs))
         except CorruptError as error:
             workers.pool.cancel_pending()
             repairs.invalidate(error)
+
+
+def _staged(job: JobContext, layer: LayerGeometry, tasks: Collection[Task] | None) -> StagedLayer | None:
+    """Return a staged layer, with the source's weights outside of these tasks if given; None without any of them."""
+    own = {task for task in job.inputs.tasks if task.layer == layer.index}
+    others = own.difference(own if tasks is None else tasks)
+    staged = staged_layer(job.ledger, layer.index)
+    if staged is None or not others:
+        return staged
+    return None if others == own else partly_dense(staged, layer, {role for task in others for role in task.roles})
 
 
 def _entry(scored: Scored) -> HeldOutScoreEntry:

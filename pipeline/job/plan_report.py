@@ -41,9 +41,10 @@ from pipeline.inputs.calibration import evaluation_tokens
 from pipeline.inputs.fitting import shown_bytes
 from pipeline.inputs.job_inputs import Inputs, fit_methods, fitted, read_inputs
 from pipeline.job.context import with_samples
+from pipeline.job.measured_parts import measured_parts
 from pipeline.job.planned_tasks import tasks_seconds
 from pipeline.methods.method import Task
-from pipeline.ranks.calibration import BLOCKS, OTHER_SIZES
+from pipeline.ranks.calibration import OTHER_SIZES
 from stores.run_directory import RunDirectory
 from workers.hardware import machine_cores, thread_fault
 from workers.memory import map_large_tensors
@@ -94,7 +95,8 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
     if manifest.evaluation.calibrate_prediction:
         phases["other sizes"] = OTHER_SIZES * size_seconds(phases, passes)
     if manifest.measures_layers:
-        phases["measured layers"] = size_seconds(phases, passes) + BLOCKS * scored_seconds(phases, passes)
+        parts = len(measured_parts(tasks, geometry))
+        phases["measured layers"] = size_seconds(phases, passes) + parts * scored_seconds(phases, passes)
     calibration = manifest.calibration
     if calibration is not None and calibration.chooses_samples:
         texts = {"amount of text": amount_seconds(calibration, geometry.layers[0], rates)} | texts

@@ -20,17 +20,16 @@ from pipeline.driver.ledger_keys import (
     LOSS_RATIOS,
     TEXTS,
     TRIES,
-    block_key,
-    block_name,
     curves_key,
     dense_key,
     gradient_key,
     layer_key,
 )
 from pipeline.job.context import JobContext, driver_job
+from pipeline.job.measured_parts import measured_parts
 from pipeline.job.output_scores import dense_score_key
 from pipeline.methods.registry import layers_of
-from pipeline.ranks.calibration import OTHER_SIZES, blocks_of
+from pipeline.ranks.calibration import OTHER_SIZES
 
 TRIED = 4  # a search for the smallest size within a loss tries about this many sizes
 WALK = ("statistics", "reduce", "solve", "round", "propagate")
@@ -102,9 +101,9 @@ class _Remaining:
             if scored and (number > 0 or ledger.get(HELD_OUT_SCORE) is None):
                 models = ("held-out-dense", "held-out")[has_dense or number > 0 :]
                 planned += [PlannedPhase(f"score {model}", of_model) for model in models]
-        firsts = [block[0] for block in blocks_of(layers_of(self.job.inputs.tasks))] if measures else []
-        missing = [first for first in firsts if ledger.get(block_key(first)) is None]
-        planned += [PlannedPhase(f"score {block_name(first)}", of_model) for first in missing]
+            parts = measured_parts(self.job.inputs.tasks, self.job.inputs.geometry) if measures and number == 0 else []
+            missing = [part for part in parts if ledger.get(part.key) is None]
+            planned += [PlannedPhase(f"score {part.name}", of_model) for part in missing]
         return planned
 
     @property

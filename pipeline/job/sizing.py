@@ -8,26 +8,24 @@ compressed twice, the second time to ranks that follow measured losses.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from manifests.entries import BlockEntry, HeldOutScoreEntry, LossRatiosEntry, TriedSizeEntry, TryEntry
+from manifests.entries import HeldOutScoreEntry, LossRatiosEntry, MeasuredPartEntry, TriedSizeEntry, TryEntry
 from manifests.errors import CorruptError, InputError
 from pipeline.driver.ledger_dependencies import retract_changed
-from pipeline.driver.ledger_keys import HELD_OUT_SCORE, LOSS_RATIOS, TRIED_SIZE, block_key, block_name, try_key
+from pipeline.driver.ledger_keys import HELD_OUT_SCORE, LOSS_RATIOS, TRIED_SIZE, try_key
 from pipeline.inputs.job_inputs import MEASURE_LAYERS
 from pipeline.job.context import JobContext
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.held_out import divergence_with, forget_other_text, score_held_out, scoring_held_out
+from pipeline.job.measured_parts import MeasuredPart, measured_parts
 from pipeline.job.output_scores import score_dense_first
 from pipeline.job.prediction import predicted_by_size, predicted_by_task, tries_of
 from pipeline.job.text_amount import choose_samples
 from pipeline.job.texts import check_texts
 from pipeline.job.worker_session import Effort, JobWorkers, job_workers
-from pipeline.methods.method import Task
-from pipeline.methods.registry import layers_of
-from pipeline.ranks.calibration import blocks_of, loss_ratios, other_sizes
+from pipeline.ranks.calibration import loss_ratios, other_sizes
 from pipeline.ranks.search import WHOLE, least_size, next_size
 
 
@@ -106,43 +104,32 @@ def _measure_other_sizes(job: JobContext, workers: JobWorkers) -> None:
 
 
 def _measure_layers(job: JobContext, workers: JobWorkers) -> None:
-    """Compress the layers, measure the loss of some at a time, and enter by how much it differs from the predicted one.
-    Then retract the layers: their ranks are chosen again."""
+    """Compress the layers, measure the losses of parts of them, and enter by how much they differ from the predicted
+    ones. Then retract the layers: their ranks are chosen again."""
     if job.ledger.get(LOSS_RATIOS) is not None:
         return
     _forget_tried_size(job)
     job.observer.say(f"{MEASURE_LAYERS}: first the layers are compressed to ranks that follow predicted losses")
     compress_and_score(job, workers, compared=False)
     predicted, ratios = predicted_by_task(job), dict[str, float]()
-    for block in blocks_of(layers_of(job.inputs.tasks)):
-        tasks = [task for task in job.inputs.tasks if task.layer in block]
-        losses = {task.key: predicted[task.key] for task in tasks}
-        measured = _measured_block(job, workers, block, math.fsum(losses.values()))
-        ratios |= loss_ratios(measured, losses, _mlps(job, tasks))
+    for part in measured_parts(job.inputs.tasks, job.inputs.geometry):
+        measured = _measured_part(job, workers, part, math.fsum(predicted[task.key] for task in part.tasks))
+        corrected = {task.key: predicted[task.key] * ratios.get(task.key, 1.0) for task in part.tasks}
+        ratios |= loss_ratios(measured, corrected, part.bearing)
     retract_changed(job.ledger, job.ledger.keys(), [LOSS_RATIOS])
     job.ledger.commit(LOSS_RATIOS, LossRatiosEntry(ratios=ratios))
     job.observer.say(f"{MEASURE_LAYERS}: now they are compressed to ranks that follow the measured ones")
 
 
-def _measured_block(job: JobContext, workers: JobWorkers, block: Sequence[int], predicted: float) -> float:
-    """Return the divergence of the model in which these layers alone are compressed, entered once."""
-    key = block_key(block[0])
-    entered = job.ledger.get(key)
+def _measured_part(job: JobContext, workers: JobWorkers, part: MeasuredPart, predicted: float) -> float:
+    """Return the divergence of the model in which this part alone is compressed, entered once."""
+    entered = job.ledger.get(part.key)
     if entered is None:
-        measured = divergence_with(job, workers, block, block_name(block[0]))
-        entered = BlockEntry(stop=block[-1] + 1, measured=measured, predicted=predicted)
-        job.ledger.commit(key, entered)
-        job.observer.say(
-            f"layers {block[0]} to {block[-1]}: divergence {measured:.3g} nats per token, predicted {predicted:.3g}"
-        )
+        measured = divergence_with(job, workers, part.tasks, part.name)
+        entered = MeasuredPartEntry(stop=part.stop, measured=measured, predicted=predicted)
+        job.ledger.commit(part.key, entered)
+        job.observer.say(f"{part.title}: divergence {measured:.3g} nats per token, predicted {predicted:.3g}")
     return entered.measured
-
-
-def _mlps(job: JobContext, tasks: Iterable[Task]) -> set[str]:
-    """Return the keys of the tasks that compress MLPs or experts."""
-    layers = job.inputs.geometry.layers
-    roles = {layer.index: {role for block in layer.mlps for role in block.roles} for layer in layers}
-    return {task.key for task in tasks if roles[task.layer].intersection(task.roles)}
 
 
 def _try(job: JobContext, size: int, predicted: float, workers: JobWorkers, limit: str = "") -> None:

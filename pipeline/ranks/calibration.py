@@ -32,17 +32,13 @@ def blocks_of(layers: Sequence[int]) -> list[Sequence[int]]:
     return [layers[begin:end] for begin, end in itertools.pairwise(ends) if begin < end]
 
 
-def loss_ratios(measured: float, predicted: Mapping[str, float], mlps: Collection[str]) -> dict[str, float]:
-    """Return task -> the factor that corrects its predicted loss, so that all tasks together lose what was measured.
-
-    The tasks of MLPs bear the difference, where there are any: predictions of attention hold. A factor is between 1 /
-    `MOST` and `MOST`.
-    """
-    bearing = [task for task in predicted if task in mlps] or [*predicted]
+def loss_ratios(measured: float, predicted: Mapping[str, float], bearing: Collection[str]) -> dict[str, float]:
+    """Return, for each of the `bearing` tasks, the factor that corrects its predicted loss, so that all tasks together
+    lose what was measured. It is between 1 / `MOST` and `MOST`."""
     rest = math.fsum(loss for task, loss in predicted.items() if task not in bearing)
-    expected = math.fsum(predicted[task] for task in bearing)
+    expected = math.fsum(predicted[task] for task in predicted if task in bearing)
     ratio = min(max((measured - rest) / expected, 1.0 / MOST), MOST) if expected > 0.0 else 1.0
-    return dict.fromkeys(bearing, ratio)
+    return {task: ratio for task in predicted if task in bearing}
 
 
 class CalibratedLoss:

@@ -80,7 +80,7 @@ class Child:
         """`prepare`: a function of a module, called first in the child."""
         self.log = log
         self.process: ForkServerProcess = CONTEXT.Process(
-            target=_main, args=(name, list(arguments), str(log), hook, inline, prepare)
+            target=_main, args=(name, list(arguments), str(log), hook, inline, prepare, dict(os.environ))
         )
         self.process.start()
 
@@ -135,8 +135,10 @@ def _main(
     hook: Hook | None,
     inline: bool,
     prepare: Callable[[], None] | None,
+    environment: dict[str, str],
 ) -> None:
     os.setsid()
+    os.environ.update(environment)  # the server's may be older
     gc.freeze()  # what the server has imported
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)

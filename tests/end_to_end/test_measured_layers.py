@@ -37,9 +37,14 @@ def test_ranks_follow_the_measured_losses(job: MakeJob) -> None:
     blocks = [made.ledger(f"block/{layer:05d}") for layer in range(LAYERS)]
     assert sum(block["measured"] for block in blocks) > 0.0
     assert sum(block["predicted"] for block in blocks) == pytest.approx(expected["prediction"]["predicted"])
+    groups = {name: made.ledger(f"group/0/{name}") for name in ("attention", "query_key")}
     ratios = made.ledger("ratios")["ratios"]
-    assert {*ratios} == {f"{layer}/0/mlp" for layer in range(LAYERS)}
-    assert all(1 / MOST <= ratio <= MOST for ratio in ratios.values())
+    for layer, block in enumerate(blocks):
+        assert block["stop"] == layer + 1
+        assert 1 / MOST <= ratios[f"{layer}/0/mlp"] <= MOST
+        for name, group in groups.items():
+            assert ratios[f"{layer}/0/{name}"] == pytest.approx(group["measured"] / group["predicted"])
+    assert len(ratios) == 3 * LAYERS
     assert made.ledger("ranks")["ranks"] != plain.ledger("ranks")["ranks"]
     assert (
         summary["counts"]["decoder_parameters"]["compressed"] <= 0.8 * summary["counts"]["decoder_parameters"]["dense"]
@@ -94,7 +99,7 @@ def test_other_sizes_are_predicted_with_the_same_corrections(job: MakeJob) -> No
 def test_killed_between_measurements_it_ends_the_same(job: MakeJob) -> None:
     made, clean = job(**MEASURED), job(**MEASURED)
     expected = clean.run().json
-    for kill, match in enumerate(("layer/00001", "block/00000", "block/00002", "ratios", "ranks", "layer/00001")):
+    for kill, match in enumerate(("layer/00001", "group/0/query_key", "block/00002", "ratios", "ranks", "layer/00001")):
         child = Child("run", [str(made.manifest)], made.root / "log", Hook("commit", match=match, after=kill % 2 == 0))
         assert child.end() == -signal.SIGKILL, child.said
     assert made.run().json["held_out"] == expected["held_out"]
@@ -141,6 +146,7 @@ def test_other_jobs(family: str, changes: dict[str, Any], job: MakeJob, tmp_path
     ended = made.run()
     assert ended.code == 0, ended.err
     named = {task.split("/")[2].split(":")[0] for task in made.ledger("ratios")["ratios"]}
-    assert ("query_key" in named) == ("methods" in changes)
+    assert "query_key" in named
+    assert any((made.run_dir / "ledger").glob("group.*")) == ("methods" not in changes)
     verified = command("verify", str(made.output), "--source", str(source))
     assert verified.code == 0, verified.out

@@ -15,6 +15,8 @@ from manifests.entries import (
     HeldOutEntry,
     HeldOutScoreEntry,
     LayerEntry,
+    LossRatiosEntry,
+    MeasuredPartEntry,
     ScoreEntry,
     TextLoss,
     TextsEntry,
@@ -30,10 +32,13 @@ from pipeline.cost_model.work import layer_work, scoring_flops
 from pipeline.driver.ledger_keys import (
     HELD_OUT,
     HELD_OUT_SCORE,
+    LOSS_RATIOS,
     TEXTS,
+    block_key,
     curves_key,
     dense_key,
     gradient_key,
+    group_in_all_layers_key,
     layer_key,
     try_key,
 )
@@ -65,6 +70,7 @@ LAYER = LayerEntry(
 SCORES: dict[str, Any] = {"divergence": 0.1, "dense_perplexity": 2.0, "perplexity": 3.0, "tokens": 9}
 SCORE = HeldOutScoreEntry(**SCORES)
 TRY = TryEntry(predicted=0.1, **SCORES)
+PART = MeasuredPartEntry(measured=0.1, predicted=0.1)
 TEXT = TextsEntry(of=SHA, window=8, calibration=TextLoss(loss=1.0, tokens=9))
 
 
@@ -234,6 +240,22 @@ def test_calibrated_predictions_solve_other_sizes(tried: int) -> None:
     for size in range(tried):
         job.ledger.commit(try_key(500 + size), TRY)
     assert names(ahead(job)).count("compress") == 1 + max(0, OTHER_SIZES - tried)
+
+
+def test_measured_parts_stand_between_two_solves() -> None:
+    job = job_of({"method": "loss_aware"}, budget={"keep": 0.8, "measure_layers": True})
+    job.ledger.commit(HELD_OUT, HeldOutEntry(tokens=ARRAY, outputs=(ARRAY,)))
+    phases = names(ahead(job))
+    groups = ["score group-0-attention", "score group-0-query_key"]
+    parts = [*groups, *(f"score block-{layer:05d}" for layer in range(LAYERS))]
+    expected = ["compress", "score held-out", *parts, "compress", "score held-out"]
+    assert phases[phases.index("compress") : phases.index("assemble")] == expected
+    job.ledger.commit(group_in_all_layers_key(0, "query_key"), PART)
+    commit(job, block_key, [0, 3], PART)
+    assert [name for name in names(ahead(job)) if name in parts] == [parts[0], *parts[3:5], *parts[6:]]
+    job.ledger.commit(LOSS_RATIOS, LossRatiosEntry(ratios={}))
+    assert names(ahead(job)).count("compress") == 1
+    assert not set(parts) & set(names(ahead(job)))
 
 
 def test_scores_on_held_out_text() -> None:

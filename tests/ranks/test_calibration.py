@@ -79,17 +79,18 @@ def test_blocks_of_layers_are_about_equal(count: int, sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("measured", "mlps", "expected"),
+    ("measured", "bearing", "expected"),
     [
         (0.10, {"mlp", "deep"}, {"mlp": 3.0, "deep": 3.0}),
         (0.001, {"mlp", "deep"}, {"mlp": 1 / MOST, "deep": 1 / MOST}),
         (9.0, {"mlp", "deep"}, {"mlp": MOST, "deep": MOST}),
-        (0.08, set(), {"mlp": 2.0, "deep": 2.0, "attention": 2.0}),
+        (0.08, {"mlp", "deep", "attention"}, {"mlp": 2.0, "deep": 2.0, "attention": 2.0}),
+        (0.03, {"mlp"}, {"mlp": 0.5}),
     ],
 )
-def test_mlps_bear_what_was_not_predicted(measured: float, mlps: set[str], expected: dict[str, float]) -> None:
+def test_some_tasks_bear_what_was_not_predicted(measured: float, bearing: set[str], expected: dict[str, float]) -> None:
     predicted = {"mlp": 0.02, "deep": 0.01, "attention": 0.01}
-    assert loss_ratios(measured, predicted, mlps) == pytest.approx(expected)
+    assert loss_ratios(measured, predicted, bearing) == pytest.approx(expected)
 
 
 def test_what_loses_nothing_is_not_corrected() -> None:

@@ -13,10 +13,22 @@ from torch import Tensor
 
 from lamina import processor_lamina
 from manifests.errors import LostInputError, NumericsError
+from pipeline.driver.job_spec import partly_dense
 from pipeline.units.reads import ReadLayer
 from pipeline.units.units import Forward
 from stores.source import SourceCheckpoint
-from tests.workers.bench import SAMPLES, SEQUENCE, held, layer_names, make_setup, make_worker, save_source, solve_layer
+from tests.workers.bench import (
+    LOW,
+    SAMPLES,
+    SEQUENCE,
+    held,
+    layer_names,
+    make_setup,
+    make_worker,
+    save_source,
+    solve_layer,
+    tasks_of,
+)
 from workers.layers import LayerReader
 from workers.tensor_transfer import LocalTransfer
 from workers.worker import Worker
@@ -132,6 +144,35 @@ def test_a_layer_is_read_once_by_all_threads_of_a_worker(
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
         assert sorted(read) == ([] if record else sorted(set(layer_names(setup, 1)) - there.keys()))
+
+
+METHODS_AND_RANKS = [
+    ("lestd", {"size": 6000}),
+    ("flat_llm", LOW),
+    ("joint_rank_k", {"query_key": 4, "mlp": 8}),
+]
+
+
+@pytest.mark.parametrize(("method", "ranks"), METHODS_AND_RANKS)
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_staged_layer_with_a_part_of_the_source(
+    llama: Path, tmp_path: Path, method: str, ranks: dict[str, int], place: int
+) -> None:
+    setup = make_setup(llama, tmp_path / "run", {"method": method})
+    staged, _ = solve_layer(make_worker(setup), 1, ranks)
+    geometry, roles = setup.geometry.layers[1], tasks_of(setup, 1)[place].roles
+    reader = LayerReader(setup, torch.device("cpu"))
+    blocks = [reader.block(1, record) for record in (None, staged, partly_dense(staged, geometry, roles))]
+    dense, packed, mixed = ({role: block.module.role(role).state_dict() for role in geometry.roles} for block in blocks)
+    for role in geometry.roles:
+        expected = dense[role] if role in roles else packed[role]
+        assert mixed[role].keys() == expected.keys()
+        assert all(torch.equal(mixed[role][name], tensor) for name, tensor in expected.items())
+    everything = partly_dense(staged, geometry, geometry.roles)
+    hidden_BSD = torch.randn(2, 5, geometry.hidden, generator=torch.Generator().manual_seed(0))
+    whole, of_source = (reader.block(1, record).run(hidden_BSD) for record in (everything, None))
+    assert not everything.tensors
+    assert torch.equal(whole, of_source)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
