@@ -72,7 +72,8 @@ class Budget(Block):
     `measure_layers`: after a first solve, the losses of some layers at a time and of groups of the attention are
     measured on calibration text beyond the samples, and ranks are chosen again by predictions that these measurements
     correct, [methods.md#measured-layers](methods.md#measured-layers). For methods with allocation: loss, beside `keep`,
-    `bytes` or `fit`.
+    `bytes` or `fit`. null: true for dense models of 12 or more layers, without corrections and refinement, if the text
+    has more than the samples; false in sweeps and in run directories of versions before this default.
     """
 
     keep: Share | None = None
@@ -81,7 +82,7 @@ class Budget(Block):
     fit: Fit | None = None
     scope: Literal["decoder", "model", "experts"] = "decoder"
     multiple: Count | None = None
-    measure_layers: bool = False
+    measure_layers: bool | None = None
 
     @model_validator(mode="after")
     def _one_limit(self) -> Self:
@@ -362,7 +363,7 @@ class Manifest(Block):
     @property
     def measures_layers(self) -> bool:
         """True if ranks are chosen again by measured losses of layers."""
-        return self.budget is not None and self.budget.measure_layers
+        return self.budget is not None and bool(self.budget.measure_layers)
 
     def semantic(self) -> dict[str, Any]:
         """Return the fields that change the output's bytes; the fingerprint covers them.

@@ -29,7 +29,14 @@ from pipeline.kernels.checks import all_finite
 from pipeline.methods.base import Method
 from pipeline.methods.experts.completing import with_samples
 from pipeline.methods.method import Scores, Task
-from pipeline.methods.registry import allocate_ranks, build_methods, claim_tasks, config_fields, predict_tasks
+from pipeline.methods.registry import (
+    allocate_ranks,
+    build_methods,
+    claim_tasks,
+    config_fields,
+    layers_of,
+    predict_tasks,
+)
 from pipeline.rounding.tasks import rounded_tasks, rounding_remarks
 from stores.headers import DTYPES
 from stores.model_files import companions
@@ -41,6 +48,7 @@ from workers.config import FORWARD_DTYPES
 T = TypeVar("T")
 STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MEASURE_LAYERS = "budget.measure_layers"
+MEASURED_FROM = 12  # layers; with fewer, measured layers gain little
 STORED_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in STORED_DTYPES}
 
 
@@ -294,6 +302,30 @@ def _measures_sizes(manifest: Manifest) -> str:
     if manifest.evaluation.calibrate_prediction:
         return "evaluation.calibrate_prediction"
     return MEASURE_LAYERS if manifest.measures_layers else ""
+
+
+def measuring_layers(
+    manifest: Manifest,
+    methods: Sequence[Method[Any]],
+    geometry: Geometry,
+    tasks: Sequence[Task],
+    *,
+    possible: bool = True,
+) -> Manifest:
+    """Return a manifest with a value in place of `budget.measure_layers: null`: true where it is `possible`, known to
+    pay, and needs no second pass over the calibration text."""
+    budget = manifest.budget
+    if budget is None or budget.measure_layers is not None:
+        return manifest
+    pays = len(layers_of(tasks)) >= MEASURED_FROM and not any(layer.num_experts for layer in geometry.layers)
+    again = any(task.corrections or task.refine for task in tasks)
+    measures = possible and pays and not again and (budget.keep is not None or budget.bytes is not None)
+    try:
+        if measures:
+            _check_predicted_loss(MEASURE_LAYERS, manifest, tasks, predict_tasks(methods, geometry))
+    except InputError:
+        measures = False
+    return manifest.model_copy(update={"budget": budget.model_copy(update={"measure_layers": measures})})
 
 
 def _check_predicted_loss(field: str, manifest: Manifest, tasks: Sequence[Task], predicted: Sequence[Task]) -> None:

@@ -32,7 +32,7 @@ from pipeline.families.geometry import Geometry
 from pipeline.inputs.calibration import EvaluationTokens, calibration_tokens, evaluation_tokens
 from pipeline.inputs.fingerprint import job_fingerprint
 from pipeline.inputs.healing_text import HealingTokens, read_healing_text
-from pipeline.inputs.job_inputs import Inputs, check_copied, read_inputs
+from pipeline.inputs.job_inputs import MEASURE_LAYERS, Inputs, check_copied, measuring_layers, read_inputs
 from pipeline.job.ledger_entries import check_entries
 from pipeline.methods.base import Method
 from pipeline.methods.method import Task
@@ -160,11 +160,15 @@ def open_job(
         output_files = survey_output(output, run_dir.ledger, fresh)
         if fresh or run_dir.ledger.get(COMPLETE) is None:  # otherwise there may be nothing to write
             output_files.replaceable()
-        fingerprint = job_fingerprint(inputs, text.samples, source_files)
         adaptable = partial(_is_adaptable, manifest, output_files)
-        fingerprint_check = run_dir.check_fingerprint(fingerprint, fresh, adaptable, BEFORE_WORK)
+        for possible in (text.held_out is not None, False):
+            chosen = _measuring_layers(inputs, possible)
+            fingerprint = job_fingerprint(chosen, text.samples, source_files)
+            fingerprint_check = run_dir.check_fingerprint(fingerprint, fresh, adaptable, BEFORE_WORK)
+            if fingerprint_check.kind != "adapted" or f"manifest.{MEASURE_LAYERS}" not in fingerprint_check.differing:
+                break  # otherwise the directory's job was begun without measured layers
         job = JobContext(
-            inputs, *text, source_files, run_dir, locks, output_files, plan, observer, stop, started,
+            chosen, *text, source_files, run_dir, locks, output_files, plan, observer, stop, started,
             fingerprint_check, watch, in_process=in_process,
         )  # fmt: skip
         if fingerprint_check.kind in ("same", "adapted"):
@@ -175,6 +179,12 @@ def open_job(
         elif fingerprint_check.kind == "new":  # so that a start after a refused one need not read the source again
             run_dir.ledger.commit(SOURCE, source_files)
         yield job
+
+
+def _measuring_layers(inputs: Inputs, possible: bool) -> Inputs:
+    """Return the inputs with a value in place of `budget.measure_layers: null`, as `measuring_layers`."""
+    chosen = measuring_layers(inputs.manifest, inputs.methods, inputs.geometry, inputs.tasks, possible=possible)
+    return replace(inputs, manifest=chosen)
 
 
 def with_samples(manifest: Manifest, samples: int) -> Manifest:

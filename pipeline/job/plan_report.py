@@ -39,7 +39,7 @@ from pipeline.families.geometry import Geometry
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.inputs.calibration import evaluation_tokens
 from pipeline.inputs.fitting import shown_bytes
-from pipeline.inputs.job_inputs import Inputs, fit_methods, fitted, read_inputs
+from pipeline.inputs.job_inputs import Inputs, fit_methods, fitted, measuring_layers, read_inputs
 from pipeline.job.context import with_samples
 from pipeline.job.measured_parts import measured_parts
 from pipeline.job.planned_tasks import tasks_seconds
@@ -77,15 +77,16 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
     inputs = read_inputs(manifest, weights=False) if config is None else None
     if inputs is not None:
         manifest, geometry, tasks, dtype = inputs.manifest, inputs.geometry, inputs.tasks, inputs.dtype
-        plan, serving, remarks = plan_of(inputs), inputs.serving, list(inputs.remarks)
+        methods, plan, serving, remarks = inputs.methods, plan_of(inputs), inputs.serving, list(inputs.remarks)
     else:
         assert config is not None
         standard, geometry, dtype = _of_config(config)
         manifest, serving = fitted(manifest, standard, geometry, geometry.model_bytes())
-        _, tasks = fit_methods(manifest, geometry)
+        methods, tasks = fit_methods(manifest, geometry)
         remarks = [*rank_remarks(manifest, geometry, tasks), *expert_remarks(manifest, geometry)]
         remarks += source_remarks(manifest, geometry, tasks)
         plan = make_plan(manifest, geometry, tasks, dtype.itemsize, geometry.model_bytes())
+    manifest = measuring_layers(manifest, methods, geometry, tasks)
     rates = rates_from(source, manifest, geometry, dtype)
     work, passes = planned_work(manifest, geometry, tasks, dtype, plan), planned_passes(manifest, geometry, tasks)
     phases = phase_seconds(work, rates, passes)

@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 
 from manifests.entries import LossRatiosEntry
+from manifests.loading import parse_manifest
 from pipeline.driver.ledger_keys import HELD_OUT, LOSS_RATIOS
+from pipeline.families.registry import geometry_of, standard_config
+from pipeline.inputs import job_inputs
+from pipeline.inputs.job_inputs import MEASURED_FROM, fit_methods, measuring_layers
 from pipeline.ranks.calibration import MOST
 from stores.activations import ActivationStore
 from stores.ledger import Ledger
@@ -104,6 +108,45 @@ def test_killed_between_measurements_it_ends_the_same(job: MakeJob) -> None:
         assert child.end() == -signal.SIGKILL, child.said
     assert made.run().json["held_out"] == expected["held_out"]
     assert weight_digests(made.output) == weight_digests(clean.output)
+
+
+def test_deep_models_are_measured_by_themselves(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Except in a run directory that was begun without."""
+    monkeypatch.setattr(job_inputs, "MEASURED_FROM", LAYERS)
+    made, begun = job(**PLAIN), job(**PLAIN)
+    assert made.run().code == 0
+    assert len(made.ledger("ratios")["ratios"]) == 3 * LAYERS
+    assert begun.run("--set", "budget.measure_layers=false").code == 0
+    assert begun.run().json["already_finished"]
+    again = begun.run("--set", "budget.keep=0.7")
+    assert (again.code, "layer 0 " in again.err, "ratios" in again.err) == (0, True, False), again.err
+    assert not any((begun.run_dir / "ledger").glob("ratios.*"))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "measures"),
+    [
+        ("llama", {}, True),
+        ("llama", {"num_hidden_layers": MEASURED_FROM - 1}, False),
+        ("llama", {"methods": [{"method": "flat_llm"}]}, False),
+        ("llama", {"methods": [{"method": "flat_llm", "allocation": "loss"}]}, True),
+        ("llama", {"methods": [{"method": "loss_aware", "correct": "output"}]}, False),
+        ("llama", {"methods": [{"method": "loss_aware", "refine": True}]}, False),
+        ("llama", {"budget": {"max_loss": 0.1}}, False),
+        ("llama", {"budget": {"multiple": 8}, "methods": [{"method": "loss_aware", "keep": 0.8}]}, False),
+        ("llama", {"budget": {"bytes": 0.3}, "quantize": {"bits": "auto"}}, True),
+        ("llama", {"statistics": {"keep": False}}, False),
+        ("mixtral", {}, False),
+    ],
+)
+def test_which_jobs_measure_by_themselves(family: str, changes: dict[str, Any], measures: bool, job: MakeJob) -> None:
+    layers = changes.get("num_hidden_layers", MEASURED_FROM)
+    document = job(**{**PLAIN, **{name: value for name, value in changes.items() if name != "num_hidden_layers"}})
+    manifest = parse_manifest(document.document())
+    geometry = geometry_of(standard_config(factories.make_config(family, num_hidden_layers=layers).to_dict()))
+    methods, tasks = fit_methods(manifest, geometry)
+    assert measuring_layers(manifest, methods, geometry, tasks).measures_layers == measures
+    assert not measuring_layers(manifest, methods, geometry, tasks, possible=False).measures_layers
 
 
 def test_plan_counts_it(job: MakeJob) -> None:
