@@ -18,6 +18,7 @@ from manifests.schema import Workers
 from tests import factories
 from tests.end_to_end.jobs import Job, without_ray
 from tests.end_to_end.shared_ray import KeptPool
+from tests.end_to_end.sources import make_source
 from tests.processes import ON_ONE_RAY
 from workers.cluster import connect
 
@@ -125,7 +126,7 @@ def llama(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama whose widths groups of 32 divide."""
-    return factories.make_source(tmp_path_factory.mktemp("wide"), "llama", layers=2, **WIDE)
+    return make_source(tmp_path_factory.mktemp("wide"), "llama", layers=2, **WIDE)
 
 
 @pytest.fixture(scope="module")
