@@ -11,7 +11,7 @@ def _without_control_characters(text: str) -> str:
     if not text.strip() or any(ord(character) < 32 for character in text):
         raise ValueError("should be a path or an address: not blank, no control characters")
     if any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError("should be a path or an address: half a surrogate pair is no character")
+        raise ValueError("should be a path or an address: half a surrogate pair is not a character")
     return text
 
 

@@ -34,8 +34,7 @@ class Text(Block):
     rows. Empty texts are documents.
 
     `begin`, `end`: only the text between these shares of each file, so that calibration and evaluation can use
-    different parts of one file. In .gz and .zst files, which are read forward, they are of the unpacked length, which
-    is counted first.
+    different parts of one file. In .gz and .zst files they are shares of the unpacked length, which is counted first.
     """
 
     files: Annotated[tuple[Location, ...], Listed] | None = None
@@ -68,11 +67,11 @@ class Text(Block):
     @model_validator(mode="after")
     def _texts_or_conversations(self) -> Self:
         if self.field is not None and self.has_conversations:
-            raise ValueError("field is of texts; messages, tools and template are of conversations; give one of both")
+            raise ValueError("field is for texts; messages, tools and template are for conversations; give either")
         if self.field is not None and (not self.fields or len({*self.fields}) < len(self.fields)):
-            raise ValueError(f"field: {list(self.fields)} should be different names, one at least")
-        if taken := [name for name in self.template or {} if name in NOT_OF_TEMPLATES]:
-            raise ValueError(f"template.{taken[0]}: is no argument of a chat template; leave it out")
+            raise ValueError(f"field: {list(self.fields)} should be different names, at least one")
+        if fixed := [name for name in self.template or {} if name in NOT_OF_TEMPLATES]:
+            raise ValueError(f"template.{fixed[0]}: is not an argument of a chat template; leave it out")
         return self
 
     @property

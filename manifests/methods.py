@@ -296,9 +296,9 @@ def _not_refined(refine: Refine | None) -> None:
 
 
 class REAP(MethodEntry):
-    """A baseline: whole experts go, those of least mean p‖f(m)‖ first. docs/methods.md#mixtures.
+    """A baseline: removes whole experts, those with the least mean p‖f(m)‖. docs/methods.md#mixtures.
 
-    `refit`: fit what the remaining experts write to the output of all.
+    `refit`: fit the outputs of the remaining experts to the output of all.
     """
 
     method: Literal["reap"]
@@ -308,9 +308,9 @@ class REAP(MethodEntry):
 
 
 class Frequency(MethodEntry):
-    """A baseline: whole experts go, those with fewest tokens first. docs/methods.md#mixtures.
+    """A baseline: removes whole experts, those with the fewest tokens. docs/methods.md#mixtures.
 
-    `refit`: fit what the remaining experts write to the output of all.
+    `refit`: fit the outputs of the remaining experts to the output of all.
     """
 
     method: Literal["frequency"]
@@ -320,9 +320,9 @@ class Frequency(MethodEntry):
 
 
 class MergeExperts(MethodEntry):
-    """A baseline: experts whose mean outputs lie nearest are merged into one. docs/methods.md#mixtures.
+    """A baseline: merges the experts with the nearest mean outputs into one. docs/methods.md#mixtures.
 
-    `refit`: fit what the merged experts write to the output of all.
+    `refit`: fit the outputs of the merged experts to the output of all.
     """
 
     method: Literal["merge_experts"]
@@ -335,9 +335,9 @@ OfExperts = REAP | Frequency | MergeExperts
 
 
 class HEAPr(MethodEntry):
-    """A baseline: the channels of all MLPs and experts in one ranking by loss. docs/methods.md#baselines.
+    """A baseline: removes the channels of MLPs and experts that cost the least loss. docs/methods.md#baselines.
 
-    `refit`: fit what writes to the channels that stay.
+    `refit`: fit the writers of the remaining channels to the output of all.
     """
 
     method: Literal["heapr"]

@@ -36,9 +36,9 @@ class Model(Block):
     always built by Lamina's own families. The code is copied to the output with all other files beside the weights,
     except the card, as it might read any of them.
 
-    `accept_loss`: the job goes on where the dense model's loss on a text is more than 1.05 times ln(vocabulary), what
-    equal probabilities for all tokens cost. Otherwise it stops there, because something was read wrongly. For models
-    with random weights.
+    `accept_loss`: the job goes on where the dense model's loss on a text is more than 1.05 times ln(vocabulary), the
+    loss of equal probabilities. Otherwise it stops there, because something was read wrongly. For models with random
+    weights.
     """
 
     source: Location
@@ -59,8 +59,8 @@ class Budget(Block):
     beyond the samples. The job finds the smallest `keep` that meets it, to within 0.005. For methods with
     allocation: loss.
 
-    `fit`: the memory of the device that will serve it. It becomes `bytes` of the whole model (of the routed experts
-    with `scope: experts`), when the model is opened: the memory without cache, activations and the engine's own.
+    `fit`: the memory of the device that will serve it. When the model is opened, what this memory leaves beside cache,
+    activations and the engine becomes `bytes` of the whole model (of the routed experts with `scope: experts`).
 
     `scope: experts` counts the routed experts of mixtures alone, and nothing else is compressed.
 
@@ -289,7 +289,7 @@ class Manifest(Block):
     def _a_size_has_its_methods(self) -> Self:
         if not self.methods and self.budget is not None and self.budget.keep not in (None, 1.0):
             raise ValueError(
-                "budget.keep counts numbers, and methods: [] leaves out none; leave it out, or give budget.bytes"
+                "methods: [] removes no numbers, so that budget.keep has no effect; leave it out, or give budget.bytes"
             )
         return self
 

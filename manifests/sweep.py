@@ -114,7 +114,7 @@ class Sweep(Block):
 
 
 @dataclass(frozen=True)
-class Point:
+class SweepPoint:
     """A point of a sweep, as the job that it would be by itself.
 
     Attributes:
@@ -131,7 +131,7 @@ class Point:
     save: bool
 
 
-def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Sweep, tuple[Point, ...]]:
+def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Sweep, tuple[SweepPoint, ...]]:
     """Read a sweep, apply overrides (`a.b=value`, values in YAML), and check it and every point as a manifest.
 
     Raises:
@@ -145,15 +145,15 @@ def decode_sweep(content: bytes, path: str) -> Sweep:
     return parse_sweep(decode_resolved(content, f"sweep {path}"), path)[0]
 
 
-def decode_points(content: bytes, path: str) -> tuple[Point, ...]:
+def decode_points(content: bytes, path: str) -> tuple[SweepPoint, ...]:
     """Parse the points of the sweep of a run directory. Raises InputError."""
     return parse_sweep(decode_resolved(content, f"sweep {path}"), path)[1]
 
 
-def parse_sweep(document: Mapping[str, Any], origin: str = "sweep") -> tuple[Sweep, tuple[Point, ...]]:
+def parse_sweep(document: Mapping[str, Any], origin: str = "sweep") -> tuple[Sweep, tuple[SweepPoint, ...]]:
     """Check a document. Raises InputError with one line for every fault."""
     expanded, faults = expand_environment(document, f"sweep {origin}")
-    points: list[Point] = []
+    points: list[SweepPoint] = []
     try:
         sweep = Sweep.model_validate(expanded)
     except ValidationError as error:
@@ -168,9 +168,9 @@ def parse_sweep(document: Mapping[str, Any], origin: str = "sweep") -> tuple[Swe
     return sweep, tuple(points)
 
 
-def _expand(sweep: Sweep) -> tuple[list[Point], list[str]]:
+def _expand(sweep: Sweep) -> tuple[list[SweepPoint], list[str]]:
     """Return every point, and a line for each fault."""
-    points: list[Point] = []
+    points: list[SweepPoint] = []
     faults: list[str] = [] if sweep.points else ["  points: should list at least one"]
     for position, entry in enumerate(sweep.points):
         try:
@@ -188,7 +188,7 @@ def _expand(sweep: Sweep) -> tuple[list[Point], list[str]]:
             except ValidationError as error:
                 wrong |= dict.fromkeys(describe_faults(error))
                 continue
-            points.append(Point(label, entry.title, rounding, manifest, save))
+            points.append(SweepPoint(label, entry.title, rounding, manifest, save))
         faults += [f"  points.{position}: {line.strip()}" for line in wrong]
     for label, count in Counter(point.label for point in points).items():
         if count > 1:

@@ -93,7 +93,7 @@ def _add_task_options(options: ArgumentParser) -> None:
     options.add_argument(
         "--beside", metavar="MODEL", help="with --tasks: another model in the same table, such as the dense one"
     )
-    options.add_argument("--limit", type=int, help="with --tasks: score only the first so many documents of each")
+    options.add_argument("--limit", type=int, help="with --tasks: score at most this many documents of each")
     options.add_argument("--num-fewshot", type=int, help="with --tasks: answered documents before each question")
     options.add_argument(
         "--apply-chat-template", action="store_true", help="with --tasks: write contexts by the model's chat template"
@@ -107,7 +107,7 @@ def _add_task_options(options: ArgumentParser) -> None:
         metavar="DIR",
         help="with --tasks: keep hidden states after each layer there; the same command then resumes",
     )
-    options.add_argument("--every", type=int, default=1, help="with --run-dir: keep them after so many layers")
+    options.add_argument("--every", type=int, default=1, help="with --run-dir: number of layers between two commits")
     whole = options.add_mutually_exclusive_group()
     whole.add_argument(
         "--whole-model",
@@ -161,8 +161,8 @@ def _check_task_options(arguments: Any) -> None:
     elsewhere = "--endpoint" if arguments.endpoint else "--whole-model" if arguments.whole_model else ""
     alone = ("beside", "limit", "num_fewshot", "apply_chat_template", "samples", "run_dir", "whole_model", "endpoint")
     if not arguments.tasks:
-        if given := [f"--{name.replace('_', '-')}" for name in alone if getattr(arguments, name)]:
-            raise InputError(f"{', '.join(given)}: only with --tasks")
+        if refused := [f"--{name.replace('_', '-')}" for name in alone if getattr(arguments, name)]:
+            raise InputError(f"{', '.join(refused)}: only with --tasks")
         return
     if arguments.every < 1:
         raise InputError(f"--every: {arguments.every} is too small")

@@ -36,8 +36,8 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument(
         "--multiply-out",
         action="store_true",
-        help="for stock and gguf: store matrices unrounded whose codes stand for levels in a table; for stock all "
-        "matrices where transformers cannot read codes of the experts",
+        help="for stock and gguf: store matrices with tables of levels unrounded; for stock, all matrices if "
+        "transformers cannot read the codes of experts",
     )
     options.add_argument("--no-vocabulary", action="store_true", help="gguf: token ids instead of text")
     options.add_argument("--json", action="store_true", help="print one JSON object")

@@ -90,9 +90,9 @@ def _body(arguments: Any, words: list[str]) -> int:
 def _fit_of(arguments: Any) -> dict[str, Any] | None:
     """Return the fields of `budget.fit` of these arguments; None without --fits. Raises InputError."""
     fields = {"context": arguments.context, "sequences": arguments.sequences, "device": arguments.on}
-    given = {name: value for name, value in fields.items() if value is not None}
+    serving = {name: value for name, value in fields.items() if value is not None}
     if arguments.fits is None:
-        if given:
+        if serving:
             raise InputError("--context, --sequences and --on say what --fits MEMORY should hold; give it, too")
         return None
     if arguments.context is None:
@@ -101,7 +101,7 @@ def _fit_of(arguments: Any) -> dict[str, Any] | None:
     if isinstance(memory, int) and memory < LEAST_MEMORY:
         raise InputError(f"--fits {memory}: is a memory of {memory:,} bytes; give a unit, such as {memory}GB")
     engine = {} if arguments.engine is None else {"engine": arguments.engine}
-    return {"memory": memory, **given, **engine}
+    return {"memory": memory, **serving, **engine}
 
 
 def _checked_path(arguments: Any) -> Path:

@@ -50,7 +50,7 @@ def _body(arguments: Any) -> int:
 
 
 def read_status(place: Place) -> dict[str, Any]:
-    """Return the state of a run directory as JSON. Raises InputError if `place` is none."""
+    """Return the state of a run directory as JSON. Raises InputError if there is none."""
     run_dir = existing_run(place)
     ledger = run_dir.ledger
     keys = ledger.keys()
@@ -140,7 +140,7 @@ def _lines(state: dict[str, Any]) -> Iterator[str]:
     if points := state["points"]:
         yield f"points of the sweep: {points['done']} of {points['of']}"
     if healing := state["healing"]:
-        yield f"healing: checkpoint behind step {healing['step']}"
+        yield f"healing: checkpoint after step {healing['step']}"
     if state["last_commit"]:
         age_s = max(0.0, time.time() - state["last_commit"])  # a file server's clock may be ahead of ours
         yield f"last commit: {age_s:.0f} s ago"

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, TextIO
 
 from manifests.importing import quick_imports
-from manifests.sweep import Point, Sweep
+from manifests.sweep import Sweep, SweepPoint
 from pipeline.console.arguments import (
     CONNECT_TIMEOUT_S,
     add_address,
@@ -38,7 +38,7 @@ from stores.storage import Storage
 
 def run_sweep(
     sweep: Sweep,
-    points: tuple[Point, ...],
+    points: tuple[SweepPoint, ...],
     *,
     fresh: bool,
     address: str | None,

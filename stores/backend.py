@@ -241,7 +241,7 @@ class Storage(ABC):
         self.delete(self.names(folder))
 
     def delete_folders(self, folders: Mapping[str, Sequence[str]]) -> None:
-        """Remove folders durably, given the names in each."""
+        """Remove folders durably. `folders`: the names in each."""
         self.delete([name for names in folders.values() for name in names])
 
     def sweep(self, below: bool = True) -> int:

@@ -22,7 +22,7 @@ PROBE_TOOL = {"name": PROBE, "description": "", "parameters": {"type": "object",
 class Conversation(str):
     """The text of a conversation. Its chat template has written all of it, so that no EOS is added.
 
-    `empty`: no message has a content but white space, or calls a tool; the text is the template's alone.
+    `empty`: all messages are white space and call no tool, so that the text is the template's alone.
     """
 
     empty = False
@@ -61,7 +61,7 @@ class ChatTemplate:
         if described is not None and not (
             isinstance(described, list) and all(isinstance(t, Mapping) for t in described)
         ):
-            raise DamagedError("its tools are no list of objects")
+            raise DamagedError("its tools are not a list of objects")
         written = self._render(checked, described)
         for name in _called(checked):
             if name not in written:
@@ -156,7 +156,7 @@ def _text_of(where: str, content: Any) -> str:
             texts.append(part)
         else:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise DamagedError(f"{where}: the content has a part of the type {kind!r}, which is no text")
+            raise DamagedError(f"{where}: the content has a part of the type {kind!r}, which is not text")
     return "\n".join(texts)
 
 

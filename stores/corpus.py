@@ -324,7 +324,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
 
 def _pieces(documents: Iterable[str]) -> Iterator[tuple[str, bool]]:
     """Yield (text, ends a document that needs an end); long documents are cut after a newline, or, without one,
-    anywhere. Conversations have their end."""
+    anywhere. Conversations need none."""
     for document in documents:
         start, ended = 0, isinstance(document, Conversation)
         while start < len(document):

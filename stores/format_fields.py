@@ -23,7 +23,7 @@ WRITTEN = "facts about the files"
 
 
 @dataclass(frozen=True)
-class Fields:
+class FieldTable:
     """The treatment of the fields of one JSON object.
 
     Attributes:
@@ -73,7 +73,7 @@ def is_empty(value: Any) -> bool:
     return True
 
 
-def check_fields(fields: Fields, values: Any, where: str = "") -> Mapping[str, Any]:
+def check_fields(fields: FieldTable, values: Any, where: str = "") -> Mapping[str, Any]:
     """Return an object of the config if all of its fields are read. Raises InputError with every fault."""
     if not isinstance(values, Mapping):
         raise InputError(f"config.json: {FIELD}: {where}: {values!r:.80} is not an object with fields")
@@ -90,13 +90,13 @@ _FP8_UNREAD = {
     "dequantize": LOADING,
     **dict.fromkeys(("modules_to_not_convert", "modules_to_convert", "ignored_layers"), TENSORS),
 }
-FP8 = Fields(
+FP8 = FieldTable(
     ("quant_method", "weight_block_size"),
     {"expert_dtype": (("fp8",), "experts in codes of four bits")},
     _FP8_UNREAD,
 )
 
-MXFP4 = Fields(("quant_method",), unread={"modules_to_not_convert": TENSORS, "dequantize": LOADING})
+MXFP4 = FieldTable(("quant_method",), unread={"modules_to_not_convert": TENSORS, "dequantize": LOADING})
 
 _GPTQ_METHOD = (
     "act_group_aware", "amp", "autoround_version", "block_name_to_quantize", "cache_block_outputs",
@@ -124,16 +124,16 @@ _PACKED_FIXED = {
     "extra_config": ((), "some modules are stored in another way"),
     "pack_dtype": (("int32", "torch.int32"), "words of another size"),
     "is_marlin_format": ((False,), "codes in the order of a GPU kernel"),
-    "data_type": (("int",), "codes that are no integers"),
+    "data_type": (("int",), "codes that are not integers"),
 }
-GPTQ = Fields(
+GPTQ = FieldTable(
     ("quant_method", "bits", "group_size", "desc_act", "checkpoint_format", "format", "dynamic"),
     _PACKED_FIXED,
     _PACKED_UNREAD,
 )
-GPTQ_MODULE = Fields(("bits", "group_size", "desc_act"), _PACKED_FIXED, _PACKED_UNREAD)  # an entry of `dynamic`
+GPTQ_MODULE = FieldTable(("bits", "group_size", "desc_act"), _PACKED_FIXED, _PACKED_UNREAD)  # an entry of `dynamic`
 
-AWQ = Fields(
+AWQ = FieldTable(
     ("quant_method", "bits", "group_size", "version", "format"),
     {
         **_PACKED_FIXED,
@@ -145,7 +145,7 @@ AWQ = Fields(
     {**_PACKED_UNREAD, "do_fuse": LOADING, "fuse_max_seq_len": LOADING, "modules_to_fuse": LOADING},
 )
 
-COMPRESSED = Fields(
+COMPRESSED = FieldTable(
     ("quant_method", "config_groups", "format", "ignore", "sparsity_config"),
     {
         "transform_config": ((), "inputs or outputs of modules are transformed (rotated) while the model runs"),
@@ -159,7 +159,7 @@ COMPRESSED = Fields(
         **dict.fromkeys(("run_compressed", "dequantize", "use_optimized_inference"), LOADING),
     },
 )
-SPARSITY = Fields(  # of `sparsity_config`
+SPARSITY = FieldTable(  # of `sparsity_config`
     (),
     {"format": (("dense",), "weights without their zeros")},
     dict.fromkeys(
@@ -167,10 +167,10 @@ SPARSITY = Fields(  # of `sparsity_config`
         "zeros are stored as other numbers",
     ),
 )
-SCHEME = Fields(  # a group of `config_groups`
+SCHEME = FieldTable(  # a group of `config_groups`
     ("targets", "weights", "format"), unread={"input_activations": ACTIVATIONS, "output_activations": ACTIVATIONS}
 )
-ARGUMENTS = Fields(  # `weights` of a group
+ARGUMENTS = FieldTable(  # `weights` of a group
     ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure"),
     {
         "dynamic": ((False,), "weights are rounded while the model runs"),

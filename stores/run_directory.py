@@ -15,7 +15,7 @@ from manifests.errors import InputError, StorageError
 from manifests.loading import decode_manifest
 from manifests.records import StagedRecord
 from manifests.schema import Manifest, completed
-from manifests.sweep import Point, decode_points, decode_sweep
+from manifests.sweep import SweepPoint, decode_points, decode_sweep
 from stores.durable import is_hidden
 from stores.ledger import ENTRY_NAME, Ledger
 from stores.lock import RunLock
@@ -118,7 +118,7 @@ class RunDirectory:
         manifest = self.read_manifest()
         return manifest.output if manifest else None
 
-    def read_points(self) -> tuple[Point, ...]:
+    def read_points(self) -> tuple[SweepPoint, ...]:
         """Return the points of the sweep; none if no sweep was written yet. Raises InputError."""
         return decode_points(self.storage.read(SWEEP), self.storage.at(SWEEP)) if self.storage.has(SWEEP) else ()
 

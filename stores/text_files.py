@@ -23,9 +23,9 @@ from stores.compressed_text import UNPACKERS, UnpackedFile
 from stores.storage import Readable, Storage, open_file
 from stores.text_rows import (
     Document,
-    Fields,
     Reading,
     Row,
+    RowFields,
     RowTexts,
     documents_of,
     fields_of,
@@ -199,17 +199,17 @@ def _columns(path: str, file: Any, text: Text) -> list[str]:
 
     schema, types = file.schema_arrow, pyarrow.types
     lists = [field.name for field in schema if types.is_list(field.type) or types.is_large_list(field.type)]
-    found = fields_of(text, dict.fromkeys(schema.names)) or _fields_of_first(file, text, lists)
-    found = found or presumed_fields(text, dict.fromkeys(schema.names))
-    wanted = (*found.texts, *filter(None, (found.messages, text.tools))) if found else ()
+    fields = fields_of(text, dict.fromkeys(schema.names)) or _fields_of_first(file, text, lists)
+    fields = fields or presumed_fields(text, dict.fromkeys(schema.names))
+    wanted = (*fields.texts, *filter(None, (fields.messages, text.tools))) if fields else ()
     absent = [name for name in wanted if name not in schema.names]
-    if found is None or absent:
+    if fields is None or absent:
         (*_, first), name = _first_rows(file, schema.names, 1), absent[0] if absent else None
         raise missing_field(f"text file {path}", text, first, name)
-    return [*wanted, *([found.tools] if found.messages and found.tools in schema.names and not text.tools else [])]
+    return [*wanted, *([fields.tools] if fields.messages and fields.tools in schema.names and not text.tools else [])]
 
 
-def _fields_of_first(file: Any, text: Text, columns: list[str]) -> Fields | None:
+def _fields_of_first(file: Any, text: Text, columns: list[str]) -> RowFields | None:
     """Return the fields that the first rows of these columns show."""
     return next(filter(None, (fields_of(text, row) for row in _first_rows(file, columns, FIRST_ROWS))), None)
 

@@ -19,10 +19,10 @@ JUDGED_FROM = 1000  # rows from which the share is judged while more may follow
 
 @dataclass
 class Reading:
-    """Counts of the rows of a file or dataset, as far as it was read.
+    """Counts of the rows that were read of a file or dataset.
 
     Attributes:
-        documents: rows with text; `conversations` of them, and `empty` ones, which have no text but white space.
+        documents: rows with text. `conversations`, `empty`: how many of these are conversations, or white space alone.
         refused: rows that are left out; `first`: why the first one is.
         without_tools: conversations whose tools the chat template does not write.
     """
@@ -52,7 +52,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class ReadText:
-    """A text as far as it was read: the counts of each file or dataset, and the tokens of all."""
+    """What was read of a text: the counts of each file or dataset, and the tokens of all."""
 
     readings: tuple[Reading, ...] = ()
     tokens: int = 0
@@ -107,7 +107,7 @@ class Row(NamedTuple):
     null_filled: bool = False
 
 
-class Fields(NamedTuple):
+class RowFields(NamedTuple):
     """The fields of rows that are read: those of text, or that of conversations and that of their tools."""
 
     texts: tuple[str, ...]
@@ -115,34 +115,34 @@ class Fields(NamedTuple):
     tools: str = TOOLS_FIELD
 
 
-def fields_of(text: Text, item: Mapping[str, Any]) -> Fields | None:
+def fields_of(text: Text, item: Mapping[str, Any]) -> RowFields | None:
     """Return the fields to read of a row; None if a manifest's text names none, and the row leaves it open."""
     if text.messages is not None:
-        return Fields((), text.messages, text.tools or TOOLS_FIELD)
+        return RowFields((), text.messages, text.tools or TOOLS_FIELD)
     if text.fields or (DEFAULT_FIELD in item and not text.has_conversations):
-        return Fields(text.fields or (DEFAULT_FIELD,))
+        return RowFields(text.fields or (DEFAULT_FIELD,))
     chats = [name for name, value in item.items() if is_chat(value)]
-    return Fields((), chats[0], text.tools or TOOLS_FIELD) if len(chats) == 1 else None
+    return RowFields((), chats[0], text.tools or TOOLS_FIELD) if len(chats) == 1 else None
 
 
-def presumed_fields(text: Text, item: Mapping[str, Any]) -> Fields | None:
-    """Return the fields of a row that shows none, but has one called `messages`, so that its damage can be told."""
+def presumed_fields(text: Text, item: Mapping[str, Any]) -> RowFields | None:
+    """Return the fields of a row whose field `messages` holds no conversation, so that it is reported as damaged."""
     if CHAT_FIELD not in item or any(map(is_chat, item.values())):
         return None
-    return Fields((), CHAT_FIELD, text.tools or TOOLS_FIELD)
+    return RowFields((), CHAT_FIELD, text.tools or TOOLS_FIELD)
 
 
 class RowTexts:
     """Takes the texts of rows by a manifest's text.
 
-    `template` writes conversations; None: they are refused. `objects`: rows of text are no texts themselves.
+    `template` writes conversations; None: they are refused. `objects`: texts are fields of rows.
     """
 
     def __init__(self, text: Text, template: ChatTemplate | None, objects: bool = False) -> None:
         self._text = text
         self._template = template
         self._objects = objects or bool(text.fields) or text.has_conversations
-        self._fields: Fields | None = None  # as the first row that shows them has them
+        self._fields: RowFields | None = None  # those of the first row that shows them
 
     def document(self, place: str, row: Row, reading: Reading) -> str | InputError:
         """Return the text of a row, or the reason why it has none. Raises InputError if it holds something else."""
@@ -184,7 +184,7 @@ class RowTexts:
             texts += [value] if spaced else ["\n", value]
         return _checked(place, "".join(texts))
 
-    def _conversation(self, place: str, row: Row, fields: Fields, reading: Reading) -> str | InputError:
+    def _conversation(self, place: str, row: Row, fields: RowFields, reading: Reading) -> str | InputError:
         assert fields.messages is not None
         name, tools = fields.messages, row.item.get(fields.tools)
         if name not in row.item:

@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 def parallel_map(function: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> list[R]:
-    """Return `function` of each item, in order. One thread, or one item, needs no other than the caller's own.
+    """Return `function` of each item, in order. With one thread, or one item, it runs in the caller's thread.
 
     Raises the exception of the first item that fails; items not begun by then are skipped.
     """

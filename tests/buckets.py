@@ -17,17 +17,11 @@ from pathlib import Path
 from stores.bucket import Bucket
 from stores.disk import Disk
 from stores.storage import Storage
+from tests.ports import free_port
 
 ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret-of-nobody", "AWS_REGION": "us-east-1"}
 PATIENCE_S = 120.0
 NAME_PLACES = ("compression.json", "README.md", ".lamina.lock")  # of OUTPUT: they name the model's place
-
-
-def free_port() -> int:
-    """Return an unused port on loopback."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -129,3 +129,15 @@ def failing(fault: Fault) -> Iterator[Fault]:
     finally:
         for owner, name, value in originals:
             setattr(owner, name, value)
+
+
+def flip(path: Path) -> None:
+    """Damage a byte in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.write_bytes(data)
+
+
+def no_hard_links(*_: object) -> None:
+    """Stand in for `os.link` on a filesystem without hard links."""
+    raise OSError(errno.EPERM, os.strerror(errno.EPERM))

@@ -172,6 +172,6 @@ class RateProbe:
 
 
 def _ray_folder() -> str:
-    """Return the folder of Ray's logs and spilled objects on this node."""
+    """Return the folder of Ray's logs and spilled objects on this node, for which Ray has no public call."""
     node = ray._private.worker._global_node
     return str(node.get_session_dir_path()) if node else "its --temp-dir"

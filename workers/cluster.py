@@ -68,9 +68,9 @@ def connect(
 ) -> str:
     """Join a running Ray cluster, or start one on this machine that listens only on loopback. Return its address.
 
-    Do nothing if the process is already connected; but a Ray of this process that cannot train is started anew if
-    `trains`. `ray job submit` sets the address by RAY_ADDRESS. Below `uv run`,
-    workers run on the Python of their nodes, here this one, and not in an environment that uv resolves again.
+    Do nothing if the process is already connected, except that a local Ray that cannot train is restarted if `trains`.
+    `ray job submit` sets the address by RAY_ADDRESS. Below `uv run`, workers run on the Python of their nodes, and not
+    in an environment that uv resolves again.
 
     Args:
         timeout_s: how long to wait for a cluster that does not answer.
@@ -94,11 +94,12 @@ def connect(
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads starve the other workers of the machine
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ray_utils.set_sigterm_handler = lambda _: None  # Ray's handler would exit with another code
-    ray_worker.print_to_stdstream = log_message
-    ray_worker.load_class = _user_hook  # type: ignore[attr-defined]  # a name that it imports
+    # Each assignment to a name of Ray's stands for a setting that Ray 2.60 lacks.
+    ray_utils.set_sigterm_handler = lambda _: None  # to keep a driver's own handler: Ray's exits with another code
+    ray_worker.print_to_stdstream = log_message  # where errors of the cluster go
+    ray_worker.load_class = _user_hook  # type: ignore[attr-defined]  # an exception class for a hook that fails
     if not joined or UV_SWITCH not in os.environ:
-        ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False  # Ray read its default when it was imported
+        ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False  # the variable of this name is read when Ray is imported
     try:
         if joined:
             ensure_token_if_auth_enabled(create_token_if_missing=False)
@@ -145,14 +146,17 @@ def await_cluster(address: str, timeout_s: float, stopped: Callable[[], bool]) -
             raise Interrupted("stopped by a signal while connecting to Ray")
         if time.monotonic() > deadline:
             raise InputError(
-                f"Ray: none answers at {where} ({fault}); tried for {timeout_s:g} s (--connect-timeout). Give "
+                f"Ray: no cluster answers at {where} ({fault}); tried for {timeout_s:g} s (--connect-timeout). Give "
                 "--address HOST:PORT of a running cluster, or none for a local one"
             )
         time.sleep(CHECK_SECONDS)
 
 
 def watch_ray(note: Callable[[str], None]) -> RayWatch:
-    """Return a watch over the cluster of this process. `note`: writes a line to the log."""
+    """Return a watch over the cluster of this process. `note`: writes a line to the log.
+
+    Ray has no public call for the raylet's socket and the folder of logs.
+    """
     node: Any = ray_worker._global_node
     return RayWatch(node.raylet_socket_name, node.gcs_address, node.get_logs_dir_path(), note)
 
@@ -236,7 +240,10 @@ def _start_local(workers: Workers, trains: bool) -> None:
 
 
 def _have_token() -> None:
-    """Set an authentication token, which Ray requires by default, even if the home folder is not writable."""
+    """Set an authentication token, which Ray requires by default, even if the home folder is not writable.
+
+    Ray has no public call that tells whether there is one.
+    """
     loader = _raylet.AuthenticationTokenLoader.instance()  # type: ignore[attr-defined]  # no stub has it
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or loader.has_token(ignore_auth_mode=True):
         return
@@ -264,9 +271,9 @@ class _BareNode(ray_node.Node):
     """A head node with only the processes that a job needs: gcs_server and raylet.
 
     It leaves out seven Python processes that take seconds to start: dashboard, log monitor, autoscaler, and the
-    raylet's agents for metrics and runtime environments. Ray has no option for this. A raylet requires its agents, so
-    it gets `cat`, which runs until its input ends, in their place, and the port files of agents that do not serve.
-    Asked for a runtime environment, a raylet without that agent would end after 30 s.
+    raylet's agents for metrics and runtime environments. `ray.init` has an option for the dashboard alone. A raylet
+    requires its agents, so it gets `cat`, which runs until its input ends, in their place, and the port files of agents
+    that do not serve. Asked for a runtime environment, a raylet without that agent would end after 30 s.
     """
 
     absent: tuple[str, ...]  # options with the commands of agents that are not started
@@ -416,8 +423,8 @@ def _node_kinds() -> set[str]:
 def _listen_on_loopback() -> None:
     """Make a local Ray open its ports on loopback only, instead of on every interface.
 
-    Ray has this switch for systems whose firewalls ask the user. Passing `_node_ip_address="127.0.0.1"` does not help,
-    because Ray replaces it by the external address.
+    Ray has this switch for systems whose firewalls ask the user, and reads the variable when it is imported. Passing
+    `_node_ip_address="127.0.0.1"` does not help, because Ray replaces it by the external address.
     """
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False

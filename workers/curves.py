@@ -22,7 +22,7 @@ def curve_result(unit: CurveUnit, problem: GroupProblem, read: Read) -> Any:
     """Return the result of a unit. `read`: returns statistics as methods receive them."""
     if isinstance(unit, Predict):
         return _curve(unit, problem, read)
-    group = problem.given(read(unit.statistics)).group
+    group = problem.with_statistics(read(unit.statistics)).group
     if isinstance(unit, BeginCurve):
         return group.begin_curve()
     assert isinstance(unit, CurvePieces)
@@ -32,7 +32,7 @@ def curve_result(unit: CurveUnit, problem: GroupProblem, read: Read) -> Any:
 def _curve(unit: Predict, problem: GroupProblem, read: Read) -> Curve:
     quantize = problem.quantize if problem.quantize is not None and problem.quantize.bits == "auto" else None
     statistics = read(unit.statistics) if quantize is not None or not unit.pieces else Statistics()
-    group = problem.given(statistics).group
+    group = problem.with_statistics(statistics).group
     curve = group.join_curve(unit.shared, unit.pieces) if unit.pieces else group.curve()
     counts = {moment: record.tokens for moment, record in unit.statistics.items() if isinstance(record, CountedRecord)}
     if few := experts_with_few(unit.task, group.geometry, counts, [*unit.statistics]):
@@ -41,4 +41,4 @@ def _curve(unit: Predict, problem: GroupProblem, read: Read) -> Curve:
         curve = to_columns(from_columns(curve)[-1:])  # the group stays dense
     if quantize is None:
         return curve
-    return with_bits(curve, problem.given(replace(statistics, hint=curve.hint)).group, quantize)
+    return with_bits(curve, problem.with_statistics(replace(statistics, hint=curve.hint)).group, quantize)

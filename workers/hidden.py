@@ -192,11 +192,11 @@ class HiddenStates:
         self._release([shard_key for shard_key in self.held if (shard_key[0], shard_key[2]) == (lineage, shard)])
 
     def release_before(self, lineage: str, layer: int) -> None:
-        """Release hidden states before a committed layer, of shards that another worker has taken over."""
+        """Release the shards that another worker has taken over: hidden states before a committed layer."""
         self._release([shard_key for shard_key in self.held if shard_key[0] == lineage and shard_key[1] < layer])
 
     def release_beyond(self, lineage: str, layer: int) -> None:
-        """Release gradients above a committed layer, of shards that another worker has taken over."""
+        """Release the shards that another worker has taken over: gradients above a committed layer."""
         self._release([shard_key for shard_key in self.held if shard_key[0] == lineage and shard_key[1] > layer])
 
     def _release(self, shard_keys: list[ShardKey]) -> None:

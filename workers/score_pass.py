@@ -186,7 +186,7 @@ class WindowShard(Shard):
     def logits(self, *outputs: tuple[HiddenReader, StagedLayer | None]) -> Iterator[LogitRows]:
         """Yield logits (T, V) for each of the last layers' outputs, and the next tokens (T,), some rows at a time.
 
-        Tokens of a window's prefix, and a first token without one, are no next tokens.
+        Tokens of a window's prefix, and a first token without one, are not scored.
 
         Raises NumericsError on NaN or infinity.
         """

@@ -41,7 +41,7 @@ class GroupProblem:
     group: Group[Any]
     quantize: Quantize | None = None
 
-    def given(self, statistics: Statistics, transfer: TensorTransfer | None = None) -> GroupProblem:
+    def with_statistics(self, statistics: Statistics, transfer: TensorTransfer | None = None) -> GroupProblem:
         """Return the problem with its statistics. With `transfer`, a solve of streamed weights stores its results
         outside of this process."""
         weights = self.group.weights

@@ -28,7 +28,7 @@ from workers.memory import return_freed_pages
 from workers.wide_linear import widen_again_, widen_linears_
 
 Tap = Callable[[Tensor], None]
-Taps = Sequence[tuple[str, Callable[..., None]]]  # points, and what receives the values there; of two models, x and e
+Taps = Sequence[tuple[str, Callable[..., None]]]  # points, and functions that receive their values
 Load = Callable[[int, int], Mapping[str, Tensor]]  # number of a slice, and step to the next as in `hold` -> its tensors
 
 

@@ -111,7 +111,7 @@ def _bands(named: dict[str, Tensor]) -> list[Tensor]:
 def _added(
     parts: Iterable[dict[str, Tensor]], brought: Callable[[Tensor], Tensor] = lambda tensor: tensor
 ) -> dict[str, Tensor]:
-    """Add all parts by name, after `brought`. A tensor of only one part is returned without a copy."""
+    """Add all parts by name to `brought`. A tensor of only one part is returned without a copy."""
     total: dict[str, Tensor] = {}
     own: set[str] = set()
     for part in parts:

@@ -27,11 +27,11 @@ from stores.backend import Storage
 from workers.device_settings import configure_device
 
 if TYPE_CHECKING:
-    from pipeline.healing.training_process import Journal, TrainingTask
+    from pipeline.healing.training_process import TrainingJournal, TrainingTask
 
-LOSSES = 3  # a training is given up after this many losses of processes
+LOSSES = 3  # the training fails when processes are lost more often than this
 POLL_S = 0.2
-SILENT_S = 600.0  # the others give up when a process has not answered for so long
+SILENT_S = 600.0  # a process that is silent for this long counts as lost
 STORAGE = "healing/ray"  # in RUN_DIR: Ray Train's own files
 
 
@@ -55,7 +55,7 @@ class Mailbox:
             (self.entered,) = content
         return self.is_over
 
-    def taken(self) -> list[tuple[str, tuple[Any, ...]]]:
+    def new_messages(self) -> list[tuple[str, tuple[Any, ...]]]:
         """Return the messages since the last call."""
         messages, self.messages = self.messages, []
         return messages
@@ -70,7 +70,7 @@ class Mailbox:
 
 
 class _Sender:
-    """Implements `pipeline.healing.training_process.Journal` in a process."""
+    """Implements `pipeline.healing.training_process.TrainingJournal` in a process."""
 
     def __init__(self, mailbox: Any) -> None:
         self.mailbox = mailbox
@@ -93,7 +93,7 @@ class _Sender:
         return is_over
 
 
-def train_in_processes(task: TrainingTask, journal: Journal, processes: int, workers: Workers) -> None:
+def train_in_processes(task: TrainingTask, journal: TrainingJournal, processes: int, workers: Workers) -> None:
     """Train in some processes, each with the resources of a worker.
 
     Raises the errors of `pipeline.healing.training_process.train`, and WorkerError if processes are lost again and
@@ -166,10 +166,10 @@ class _Fitting:
             self.error = error
 
 
-def _delivered(mailbox: Any, journal: Journal) -> list[LaminaError]:
+def _delivered(mailbox: Any, journal: TrainingJournal) -> list[LaminaError]:
     """Pass the messages of process 0 to the journal. Return the errors among them."""
     failures = []
-    for kind, content in ray.get(mailbox.taken.remote()):
+    for kind, content in ray.get(mailbox.new_messages.remote()):
         if kind == "failed":
             failures += content
         elif getattr(journal, kind)(*content) and kind == "step":
@@ -185,7 +185,7 @@ def _process(config: dict[str, Any]) -> None:
     mailbox, task = config["mailbox"], config["task"]
     configure_device(float(task.use_gpu))
     if ray.get(mailbox.has_ended.remote()):
-        return  # another process found an error that stays
+        return  # another process has ended the training
     try:
         train(task, _Sender(mailbox))
     except LaminaError as error:

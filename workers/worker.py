@@ -233,7 +233,7 @@ class Worker:
         if unit.task.refine is not None:
             problem = replace(problem, quantize=None)  # rounded after the training
         with self._computing(), tensor_cores(self.setup.dtype):
-            solved = solve_group(problem.given(statistics, self.transfer), unit.ranks, before)
+            solved = solve_group(problem.with_statistics(statistics, self.transfer), unit.ranks, before)
         return solve_done(solved, self.transfer, unit.parts)
 
     def _refine(self, unit: Refine) -> RefineDone:
@@ -246,7 +246,7 @@ class Worker:
         with self._computing():
             statistics = self._completed(unit.task, unit.statistics, unit.hint)
         with self._computing(), tensor_cores(self.setup.dtype):
-            each = solve_sizes(problem.given(statistics, self.transfer), unit.sizes)
+            each = solve_sizes(problem.with_statistics(statistics, self.transfer), unit.sizes)
             return SizesSolved(tuple(solve_done(solved, self.transfer, unit.parts) for solved in each))
 
     def _write(self, unit: Write) -> Any:

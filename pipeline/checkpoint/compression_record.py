@@ -24,7 +24,7 @@ SHOWN_FAULTS = 5
 
 def _plain_name(name: str) -> str:
     if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
-        raise ValueError("no plain file name")
+        raise ValueError("not a plain file name")
     return name
 
 

@@ -107,8 +107,8 @@ def _without_kernel(inputs: Inputs) -> str:
     """Return which rotated dimensions of `mla` vLLM has kernels for on a CPU, unless the entry gives some of them."""
     head_dim = inputs.geometry.layers[0].attention.head_dim
     ropes = [width - head_dim for width in CPU_HEADS if head_dim < width <= 2 * head_dim]
-    given = [entry.rope for entry in inputs.manifest.methods if isinstance(entry, MLA)]
-    if not ropes or {*given} <= {*ropes}:
+    chosen = [entry.rope for entry in inputs.manifest.methods if isinstance(entry, MLA)]
+    if not ropes or {*chosen} <= {*ropes}:
         return ""
     listed = " or ".join(map(str, ropes))
     return f", where it has kernels for heads of {head_dim} + {listed} numbers: give one of these as `rope`"

@@ -65,7 +65,7 @@ def code_faults(config: Mapping[str, Any]) -> list[str]:
     if plain:
         return [
             f"codes, and {plain} matrices of experts without (quantize.skip): transformers reads codes of all matrices "
-            "of experts, or nothing of them"
+            "of experts, or of none"
         ]
     if len(bits := sorted({scheme.bits for scheme in rounded.values()})) > 1:
         return [f"codes of {' and '.join(map(str, bits))} bits of experts, which transformers decodes by one scheme"]

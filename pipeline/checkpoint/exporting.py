@@ -67,7 +67,7 @@ from stores.storage import Place, Storage, contains, matching, open_storage
 from workers.checkpoint_reader import cpu_reader
 
 HEAD = "lm_head"  # a model's head in transformers
-ALIGNED = 16  # bytes, as torch's grouped product wants rows
+ALIGNED = 16  # bytes: torch's grouped product needs rows of a multiple
 
 
 def export_checkpoint(
@@ -75,8 +75,8 @@ def export_checkpoint(
 ) -> dict[str, Any]:
     """Write OUTPUT as an ordinary checkpoint, a layer at a time, the index last. Return its sizes.
 
-    `multiply_out`: store matrices with tables of levels unrounded, instead of refusing them, and all of them where the
-    class cannot hold codes. `stock` keeps normal levels of 4 bits as NF4 weights of bitsandbytes otherwise.
+    `multiply_out`: store matrices with tables of levels unrounded, and all matrices where the class cannot hold codes.
+    Without it, `stock` keeps normal levels of 4 bits as NF4 weights of bitsandbytes, and other tables are refused.
 
     Raises:
         InputError: OUTPUT is not a Lamina checkpoint, the destination is not empty or not writable, or the target
@@ -165,10 +165,9 @@ def _write(
 
 
 def note_uneven_experts(config: Mapping[str, Any], width: int | None, say: Callable[[str], None]) -> None:
-    """Say how to load experts whose rows are no whole number of ALIGNED bytes.
+    """Say how to load experts whose rows are not a multiple of ALIGNED bytes, as transformers' grouped product needs.
 
-    `width`: of each expert in the export; None: the source's. Rows of one width are what transformers' grouped product
-    of experts needs, on CPUs and GPUs.
+    `width`: of each expert in the export; None: the source's.
     """
     itemsize = getattr(torch, config["dtype"]).itemsize
     if width is not None and width * itemsize % ALIGNED:

@@ -97,8 +97,8 @@ def export_gguf(
 def _tokenizer(
     checkpoint: SourceCheckpoint, with_vocabulary: bool, say: Callable[[str], None]
 ) -> PreTrainedTokenizerBase | None:
-    """Return the checkpoint's tokenizer, or None if it has none or none is wanted. Raises InputError if llama.cpp has
-    no such vocabulary."""
+    """Return the checkpoint's tokenizer, or None if it has none or `with_vocabulary` is off. Raises InputError if
+    llama.cpp has no such vocabulary."""
     if not with_vocabulary:
         return None
     if not matching(checkpoint.storage, TOKENIZERS):
@@ -107,7 +107,9 @@ def _tokenizer(
     tokenizer = load_tokenizer(checkpoint.storage)
     vocabulary = vocabulary_of(tokenizer, checkpoint.config["vocab_size"])
     if vocabulary.composed:
-        say("tokenizer: composes letters and their marks (NFC), which llama.cpp does not; most text is so already")
+        say(
+            "tokenizer: composes letters and their marks (NFC), which llama.cpp does not; most text is composed already"
+        )
     if vocabulary.single_spaces:
         say("tokenizer: merges several spaces into one, which llama.cpp does not; give it text with single spaces")
     return tokenizer

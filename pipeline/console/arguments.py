@@ -17,7 +17,7 @@ from manifests.errors import InputError, LaminaError
 from manifests.loading import load_manifest, parse_block
 from manifests.schema import Manifest
 from manifests.strict_yaml import read_yaml
-from manifests.sweep import Point, Sweep, load_sweep
+from manifests.sweep import Sweep, SweepPoint, load_sweep
 from pipeline.console.calling import as_called
 from pipeline.console.exit_status import ending_of
 from pipeline.console.paths import resolve_paths
@@ -64,7 +64,7 @@ def add_text(options: argparse.ArgumentParser, what: str) -> None:
     options.add_argument(
         "--field",
         action="append",
-        help="the column with the text; default: text, or a single column of conversations; again: several, joined",
+        help="the column with the text; default: text, or a single column of conversations; repeat to join several",
     )
     options.add_argument(
         "--messages", metavar="FIELD", help="the column with conversations, written by the model's chat template"
@@ -81,14 +81,14 @@ def add_text(options: argparse.ArgumentParser, what: str) -> None:
 def text_of(arguments: argparse.Namespace) -> Text:
     """Return the text of these arguments. Raises InputError."""
     template: dict[str, Any] = {}
-    for given in arguments.template or ():
-        name, separator, value = given.partition("=")
+    for argument in arguments.template or ():
+        name, separator, value = argument.partition("=")
         if not (separator and name):
-            raise InputError(f"--template {given}: expected NAME=VALUE, such as enable_thinking=false")
+            raise InputError(f"--template {argument}: expected NAME=VALUE, such as enable_thinking=false")
         try:
             template[name] = read_yaml(value)
         except ValueError as error:
-            raise InputError(f"--template {given}: the value is not YAML: {error}") from error
+            raise InputError(f"--template {argument}: the value is not YAML: {error}") from error
     field = arguments.field[0] if arguments.field and len(arguments.field) == 1 else arguments.field
     fields = {
         "files": tuple(arguments.text), "field": field, "messages": arguments.messages, "tools": arguments.tools,
@@ -126,7 +126,7 @@ def read_manifest(arguments: argparse.Namespace) -> Manifest:
     return resolve_paths(load_manifest(arguments.manifest, arguments.set), arguments.base)
 
 
-def read_sweep(arguments: argparse.Namespace) -> tuple[Sweep, tuple[Point, ...]]:
+def read_sweep(arguments: argparse.Namespace) -> tuple[Sweep, tuple[SweepPoint, ...]]:
     """Read the sweep of these arguments, and resolve the paths of its points. Raises InputError."""
     sweep, points = load_sweep(arguments.manifest, arguments.set)
     return sweep, tuple(replace(point, manifest=resolve_paths(point.manifest, arguments.base)) for point in points)

@@ -1,6 +1,6 @@
 """Spells commands in output as this process was called: `python -m pipeline.run`, or `lamina run`.
 
-Messages in the code name modules, which run in a checkout, too; `lamina` is there where the package is installed.
+Messages in the code name modules, which also run in a checkout; `lamina` exists where the package is installed.
 """
 
 from __future__ import annotations

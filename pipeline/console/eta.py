@@ -38,7 +38,7 @@ Paces = Mapping[str, tuple[float, float]]  # kind of work -> measured seconds, a
 
 
 def read_paces(value: object) -> Paces:
-    """Read the paces that an earlier run stored as JSON. Drop entries that are no paces."""
+    """Read the paces that an earlier run stored as JSON. Drop other entries."""
     entries = value.items() if isinstance(value, dict) else ()
     return {str(kind): (float(pair[0]), float(pair[1])) for kind, pair in entries if _is_pace(pair)}
 
@@ -112,8 +112,8 @@ class Eta:
     def phase_left(self, spent: float, share: float) -> float:
         """Return the seconds to the end of the running phase, of which a `share` above 0 is done.
 
-        The first units may differ from the others: they weigh as much as the share that is done, beside the plan at the
-        pace of what was measured before, if anything was.
+        Beside an earlier pace, the speed of the running phase counts by the share that is done, because first units may
+        differ from the others.
         """
         rest = spent / share * (1 - share)
         running = None if self.at is None else self.planned[self.at]

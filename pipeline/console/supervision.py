@@ -1,4 +1,4 @@
-"""Runs a command in a child process, so that each of its ends has a line of ours and an exit code of the table.
+"""Runs a command in a child process, so that each end of it is reported in a line, with a documented exit code.
 
 Native code ends a process without an exception: Ray's core does when its raylet is gone, a failed check aborts, and the
 system kills a process for lack of memory. The parent, which imports nothing slow, waits for the command, passes signals
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 EXIT_CODES = (0, 1, 2, Interrupted.exit_code)
 WATCHED = (*STOP_SIGNALS, signal.SIGCHLD)
-FROM_TERMINAL = 128  # SI_KERNEL: Ctrl-C, which every process of the terminal's foreground gets
-NOTICE_SECONDS = 0.1  # a signal to the whole process group reaches the command within
+FROM_TERMINAL = 128  # SI_KERNEL: Ctrl-C, which all foreground processes of the terminal receive
+NOTICE_SECONDS = 0.1  # within which the command receives a signal to the process group
 MAX_BYTES = 65536  # of a pipe
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
@@ -44,18 +44,18 @@ def supervise() -> None:
     global _told
     if sys.platform != "linux":  # others lack sigwaitinfo, and a signal for a parent's end
         return
-    told, tell_end = _pipe()
+    facts_end, tell_end = _pipe()
     noticed, notice_end = _pipe()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, the system forgets how a child ended
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     sys.stdout.flush()
     parent = os.getpid()
     child = os.fork()
-    for end in (tell_end, notice_end) if child else (told, noticed):
+    for end in (tell_end, notice_end) if child else (facts_end, noticed):
         os.close(end)
     if child:
         status, stopped_by = _await_end(child, noticed)
-        os._exit(_report(status, _facts(told), stopped_by))
+        os._exit(_report(status, _facts(facts_end), stopped_by))
     _end_with(parent)
     _told = tell_end
     signal.set_wakeup_fd(notice_end, warn_on_full_buffer=False)  # Python writes the number of each signal there
@@ -90,7 +90,7 @@ def _end_with(parent: int) -> None:
 def _await_end(child: int, noticed: int) -> tuple[int, str | None]:
     """Pass signals on until the child ends. Return its wait status, and the name of the last signal.
 
-    A signal that the child has got, too, is not passed on: the second one would stop a job at once.
+    A signal that the child has received itself is not passed on, because a second one stops a job at once.
     """
     stopped_by = None
     while True:
@@ -113,11 +113,11 @@ def _was_noticed(noticed: int) -> bool:
     return bool(os.read(noticed, MAX_BYTES))
 
 
-def _facts(told: int) -> dict[str, Any]:
-    """Return what the child told last of each fact."""
+def _facts(facts_end: int) -> dict[str, Any]:
+    """Return the last value that the child reported of each fact."""
     facts: dict[str, Any] = {}
     try:
-        lines = os.read(told, MAX_BYTES).decode().split("\n")[:-1]
+        lines = os.read(facts_end, MAX_BYTES).decode().split("\n")[:-1]
     except BlockingIOError:  # nothing
         lines = []
     for line in lines:

@@ -1,4 +1,4 @@
-"""Wraps lines between words, as a terminal would break them anywhere. A path stays whole."""
+"""Wraps lines between words, because a terminal breaks them anywhere. A path stays whole."""
 
 from __future__ import annotations
 

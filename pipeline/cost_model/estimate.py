@@ -23,6 +23,7 @@ from pipeline.cost_model.memory import (
     worker_peak,
 )
 from pipeline.cost_model.passes import planned_passes
+from pipeline.cost_model.phases import PlannedPasses
 from pipeline.cost_model.reads import read_phases
 from pipeline.cost_model.refinement_work import settings_of
 from pipeline.cost_model.solve_work import solve_flops, solve_work
@@ -88,39 +89,18 @@ def make_plan(
 ) -> Plan:
     """Plan a job. `itemsize`: bytes of a number in the forward pass. `size`: the checkpoint's exact size, if known."""
     calibration = manifest.calibration
-    sequence = calibration.sequence_length if calibration else 0
-    tokens = calibration.samples * sequence if calibration else 0
+    tokens = calibration.samples * calibration.sequence_length if calibration else 0
     workers = min(manifest.workers.max, calibration.shards) if calibration else manifest.workers.max
-    groups = task_groups(build_methods(manifest), geometry)
     tasks = [_with_samples_of(task, tokens) for task in tasks]
-    claimed, experts = layers_of(tasks), manifest.workers.experts
-    moments = [(geometry.layers[layer], moment) for layer in claimed for moment in layer_moments(tasks, layer)]
-    by_layer = {layer: _statistics_bytes(geometry, tasks, layer) for layer in claimed}
-    statistics = max(by_layer.values(), default=0)
-    compressed = calibration is not None and calibration.propagate == "compressed"
+    claimed = layers_of(tasks)
     passes = planned_passes(manifest, geometry, tasks)
-    forwards = (2 if compressed else 1) if any(task.moments for task in tasks) else 0
     activations = tokens * geometry.hidden * itemsize
-    refined = settings_of(manifest)
-    # Hidden states of both models, and the targets of one layer, or of one layer per worker.
-    states = 2 if refined is None else 6 if refined.inputs == "compressed" else 2 + 2 * workers
-    drafts = refined is not None and refined.inputs == "mixed"  # beside the trained layers
+    statistics = {layer: _statistics_bytes(geometry, tasks, layer) for layer in claimed}
     bound = "" if size else bounded_by(manifest)
     size = size or size_bound(manifest, geometry, tasks, source_bytes)
-    all_stored = passes.keep_statistics or not (compressed or passes.in_pass)  # statistics of all layers at once
-    stored_statistics = sum(by_layer.values()) if all_stored else statistics
-    solving = solving_bytes(manifest, geometry, tasks)
-    summed = max((part_bytes(geometry.layers[layer], tasks, experts) for layer in claimed), default=0)
-    if passes.in_pass:  # in memory at the same time: two layers of the pass, and the sums (triangles) of two layers
-        solving += sum(layer_bytes(manifest, geometry, itemsize)) + summed
-    sliced = geometry.streams(experts)
-    between = activations * (2 * itemsize + max(4, itemsize)) // itemsize if sliced else activations
-    held_out, texts = window_bytes(manifest, geometry, workers)
-    held = max(between // max(1, workers) + held_out, texts)
-    host, device = worker_peak(manifest, geometry, tasks, itemsize, (summed, solving), held)
-    host += shared_bytes(passes, summed, layer_bytes(manifest, geometry, itemsize)[0]) if device == 0 else 0
-    host += min(2 * activations, int(manifest.workers.activation_memory_gb * 2**30)) if refined else 0  # the targets
+    host, device = _worker_bytes(manifest, geometry, tasks, passes, itemsize, activations, workers)
     reads = read_phases(manifest, geometry, tasks, size, source_bytes, passes)
+    forward, moments, solves = _flops(manifest, geometry, tasks, passes, tokens)
     return Plan(
         layers=geometry.num_layers,
         claimed_layers=len(claimed),
@@ -133,22 +113,86 @@ def make_plan(
         worker_host_bytes=host,
         worker_device_bytes=device,
         driver_peak_bytes=DRIVER_BYTES + (TOKENIZER_BYTES * geometry.vocab if calibration else 0) + tokens * 8,
-        statistics_bytes_per_layer=statistics,
+        statistics_bytes_per_layer=max(statistics.values(), default=0),
         activation_bytes=activations,
-        run_dir_bytes=states * activations + stored_statistics + tokens * TOKEN_BYTES + (1 + drafts) * size.num_bytes,
+        run_dir_bytes=tokens * TOKEN_BYTES
+        + _stored_states(manifest, workers) * activations
+        + _stored_statistics(passes, statistics)
+        + _stored_models(manifest) * size.num_bytes,
         output_bytes=size.num_bytes,
         output_bound=bound,
         expected_numbers=size.numbers,
         dense_numbers=geometry.model_numbers(),
-        forward_flops=tokens
-        * (forwards + passes.importance / passes.shards)
-        * sum(forward_flops(layer, sequence) for layer in geometry.layers),
-        moment_flops=float(tokens * sum(_moment_flops(moment, layer) for layer, moment in moments)),
-        solve_flops=sum(
-            solve_flops(solve_work(task, groups[task.key], tokens)) for task in tasks if task.key in groups
-        ),
+        forward_flops=forward,
+        moment_flops=moments,
+        solve_flops=solves,
         calibration_tokens=tokens,
         workers=workers,
+    )
+
+
+def _worker_bytes(
+    manifest: Manifest,
+    geometry: Geometry,
+    tasks: Sequence[Task],
+    passes: PlannedPasses,
+    itemsize: int,
+    activations: int,
+    workers: int,
+) -> tuple[int, int]:
+    """Return a worker's peak of host and of device memory. `activations`: bytes of the hidden states of all samples."""
+    layers = (geometry.layers[layer] for layer in layers_of(tasks))
+    solving = solving_bytes(manifest, geometry, tasks)
+    summed = max((part_bytes(layer, tasks, manifest.workers.experts) for layer in layers), default=0)
+    if passes.in_pass:  # in memory at the same time: two layers of the pass, and the sums (triangles) of two layers
+        solving += sum(layer_bytes(manifest, geometry, itemsize)) + summed
+    sliced = geometry.streams(manifest.workers.experts)
+    between = activations * (2 * itemsize + max(4, itemsize)) // itemsize if sliced else activations
+    held_out, texts = window_bytes(manifest, geometry, workers)
+    held = max(between // max(1, workers) + held_out, texts)
+    host, device = worker_peak(manifest, geometry, tasks, itemsize, (summed, solving), held)
+    if device == 0:
+        host += shared_bytes(passes, summed, layer_bytes(manifest, geometry, itemsize)[0])
+    if settings_of(manifest):
+        host += min(2 * activations, int(manifest.workers.activation_memory_gb * 2**30))  # the targets
+    return host, device
+
+
+def _stored_states(manifest: Manifest, workers: int) -> int:
+    """Return how often the hidden states of all samples are stored at a time.
+
+    A refinement stores those of both models, and the targets of one layer, or of one layer per worker.
+    """
+    refined = settings_of(manifest)
+    return 2 if refined is None else 6 if refined.inputs == "compressed" else 2 + 2 * workers
+
+
+def _stored_statistics(passes: PlannedPasses, by_layer: Mapping[int, int]) -> int:
+    """Return the bytes of the moments that are stored at a time: of all layers, or of the largest one."""
+    all_layers = passes.keep_statistics or not (passes.compressed or passes.in_pass)
+    return sum(by_layer.values()) if all_layers else max(by_layer.values(), default=0)
+
+
+def _stored_models(manifest: Manifest) -> int:
+    """Return the number of compressed models in the run directory: with mixed inputs, drafts and trained layers."""
+    refined = settings_of(manifest)
+    return 2 if refined is not None and refined.inputs == "mixed" else 1
+
+
+def _flops(
+    manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], passes: PlannedPasses, tokens: int
+) -> tuple[float, float, float]:
+    """Return the operations of forward passes, of moments and of solves."""
+    calibration = manifest.calibration
+    sequence = calibration.sequence_length if calibration else 0
+    forwards = (2 if passes.compressed else 1) if any(task.moments for task in tasks) else 0
+    layers = sum(forward_flops(layer, sequence) for layer in geometry.layers)
+    moments = [(layer, moment) for layer in layers_of(tasks) for moment in layer_moments(tasks, layer)]
+    groups = task_groups(build_methods(manifest), geometry)
+    return (
+        tokens * (forwards + passes.importance / passes.shards) * layers,
+        float(tokens * sum(_moment_flops(moment, geometry.layers[layer]) for layer, moment in moments)),
+        sum(solve_flops(solve_work(task, groups[task.key], tokens)) for task in tasks if task.key in groups),
     )
 
 

@@ -1,4 +1,4 @@
-"""The memory of a worker: what its process takes, and the largest of what the steps of a job hold at a time.
+"""The memory of a worker: that of its process, and the most that a step of the job holds.
 
 Legend: D hidden, V vocabulary.
 """

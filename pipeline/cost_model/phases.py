@@ -328,7 +328,7 @@ def moment_wait_seconds(work: LayerWork, rates: Rates, passes: PlannedPasses) ->
 def streamed_seconds(work: LayerWork, rates: Rates, passes: PlannedPasses) -> float:
     """Return the time to read a layer with streamed experts for a curve or a solve, 0 without any.
 
-    One worker of a node reads it, and has it in the node's page cache when it visits the experts again.
+    One worker of a node reads it, and finds it in the node's page cache when it visits the experts again.
     """
     return work.weight_bytes / passes.nodes(rates) / rates.disk if passes.joined and not passes.cached else 0.0
 

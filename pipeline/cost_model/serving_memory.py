@@ -164,7 +164,7 @@ def cached_numbers(fit: Fit, geometry: Geometry, methods: Sequence[Method[Any]])
 
 
 def keeps_cache(fit: Fit, method: Method[Any]) -> bool:
-    """Return True if the engine caches what a method's forms cache: transformers all, vLLM ordinary models alone."""
+    """Return True if the engine caches what a method's forms cache: transformers always, vLLM in ordinary models."""
     return fit.engine == "transformers" or (fit.engine == "vllm" and fit.device == "gpu" and method.own_class)
 
 

@@ -16,7 +16,7 @@ from manifests.entries import GradientEntry
 from manifests.records import ArrayRecord, GradientRecord
 from pipeline.driver.in_flight import LayersInFlight
 from pipeline.driver.ledger_keys import dense_key, gradient_key
-from pipeline.driver.reduction import PassResult, Reductions
+from pipeline.driver.reduction import LayerPass, Reductions
 from pipeline.driver.scheduler import Coroutine
 from pipeline.driver.session import Session
 from pipeline.methods.method import Moment
@@ -57,7 +57,7 @@ class GradientPass:
         yield from in_flight.finish()
         self.session.cleaner.retain_activations(())
 
-    def _enter(self, first: int, layer: int, result: PassResult) -> Coroutine[Sequence[ArrayRecord] | None]:
+    def _enter(self, first: int, layer: int, result: LayerPass) -> Coroutine[Sequence[ArrayRecord] | None]:
         """Enter a layer once its first part is done; the pass ends at layer `first`. Return the stored hidden states
         that the rest of the pass still needs, or None if none can be dropped."""
         self.statistics |= yield from self.reductions.stored(result)

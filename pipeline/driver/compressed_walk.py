@@ -17,7 +17,7 @@ from manifests.records import ArrayRecord, StagedLayer
 from pipeline.driver.forward_units import joined
 from pipeline.driver.job_spec import LayerPart, RanksOf, staged_layer
 from pipeline.driver.ledger_keys import activations_key, statistics_key
-from pipeline.driver.reduction import PassResult, Reductions
+from pipeline.driver.reduction import LayerPass, Reductions
 from pipeline.driver.scheduler import Coroutine, Fiber
 from pipeline.driver.session import Session, solve_units, write_units
 from pipeline.driver.stored_statistics import StoredStatistics
@@ -80,7 +80,7 @@ class CompressedWalk:
             statistics |= {**result.samples, **(yield from self.reductions.summed(result))}
         return (yield from self._solve(layer, base, statistics, ranks, result, emit))
 
-    def _sum_moments(self, layer: int, part: LayerPart, base: int, *, store: bool) -> Coroutine[PassResult]:
+    def _sum_moments(self, layer: int, part: LayerPart, base: int, *, store: bool) -> Coroutine[LayerPass]:
         """Run all shards through a part of a layer and sum its moments."""
         units = self.session.forwards.units("compressed", layer, None, part.moments, base, part=part.number, emit=False)
         return (yield from self.reductions.run(part.moments, units, store))
@@ -91,7 +91,7 @@ class CompressedWalk:
         base: int,
         statistics: Mapping[str, ArrayRecord | Summed],
         ranks: RanksOf,
-        result: PassResult | None,
+        result: LayerPass | None,
         emit: bool,
     ) -> Coroutine[_Outputs]:
         """Solve every group of a layer, then write and enter the layer. Kept moments of `result` are entered

@@ -20,7 +20,7 @@ from pipeline.driver.job_spec import LayerPart, RanksOf
 from pipeline.driver.layer_reading import LayerReading
 from pipeline.driver.layer_solving import SolvedLayer, SolveQueue
 from pipeline.driver.ledger_keys import dense_key
-from pipeline.driver.reduction import PassResult, Reductions
+from pipeline.driver.reduction import LayerPass, Reductions
 from pipeline.driver.scheduler import Coroutine
 from pipeline.driver.session import Session, solve_units
 from pipeline.driver.stored_statistics import StoredStatistics
@@ -47,9 +47,9 @@ class DenseWalk:
         self.queue = SolveQueue(session, self._enter_layer)
         self.base = 0  # the last layer whose inputs are committed
         self.waiting: list[int] = []  # layers that need the pass
-        self.collecting: deque[tuple[int, PassResult]] = deque()  # layers whose sums are leaving the workers
-        self.adding: list[tuple[int, PassResult]] = []  # layers whose sums have left the workers
-        self.storing: deque[tuple[int, PassResult]] = deque()  # layers whose sums are being stored
+        self.collecting: deque[tuple[int, LayerPass]] = deque()  # layers whose sums are leaving the workers
+        self.adding: list[tuple[int, LayerPass]] = []  # layers whose sums have left the workers
+        self.storing: deque[tuple[int, LayerPass]] = deque()  # layers whose sums are being stored
         self.samples: dict[int, Mapping[str, ArrayRecord]] = {}  # stored samples without a ledger entry
 
     def run(self, ranks: RanksOf) -> Coroutine[None]:
@@ -84,12 +84,12 @@ class DenseWalk:
 
     def _pass_parts(
         self, parts: Sequence[LayerPart], units: Callable[..., list[Forward]], store: bool
-    ) -> Coroutine[PassResult]:
+    ) -> Coroutine[LayerPass]:
         """Pass a layer slice by slice. The moments of each slice are stored during the next one, even if they are not
         kept."""
         while self.collecting:  # a worker holds the sums of two passes at most
             yield from self._collect_one()
-        results: list[PassResult] = []
+        results: list[LayerPass] = []
         records: dict[str, ArrayRecord] = {}
         for part in parts:
             passing = units(part.moments, part=part.number, store=store and part.last)
@@ -97,7 +97,7 @@ class DenseWalk:
             for result in results[-2:-1]:
                 records |= yield from self.reductions.stored(result)
         records |= yield from self.reductions.stored(results[-1])
-        return PassResult(joined([result.done for result in results]), records)
+        return LayerPass(joined([result.done for result in results]), records)
 
     def _every(self) -> int:
         """Return the number of layers between two commits of hidden states. Without kept moments, a resumed pass
@@ -107,7 +107,7 @@ class DenseWalk:
 
     # -- the pass ----------------------------------------------------------------------------------------------------
 
-    def _enter_pass(self, layer: int, result: PassResult, moments: tuple[Moment, ...], store: bool) -> None:
+    def _enter_pass(self, layer: int, result: LayerPass, moments: tuple[Moment, ...], store: bool) -> None:
         """Enter the pass of all shards through a layer, if it commits hidden states or keeps no moments. Otherwise
         `_enter_stored` does."""
         if moments:

@@ -40,7 +40,7 @@ from pipeline.driver.ledger_keys import (
     dense_key,
     measured_key,
 )
-from pipeline.driver.reduction import PassResult, Reductions
+from pipeline.driver.reduction import LayerPass, Reductions
 from pipeline.driver.scheduler import Coroutine, Scheduler
 from pipeline.driver.session import Session, solve_units, write_units
 from pipeline.driver.stored_statistics import StoredStatistics
@@ -122,7 +122,7 @@ class Driver:
         phase, shards = "statistics" if with_moments else "importance", self.job.dense_shards()
         units = len(shards) * sum(len(self.job.parts(layer, ())) for layer in missing)
         self.observer.phase(phase, len(missing), max(1, units // len(missing)))
-        passed: list[tuple[PassResult, Mapping[str, ArrayRecord]]] = []
+        passed: list[tuple[LayerPass, Mapping[str, ArrayRecord]]] = []
         in_flight = LayersInFlight(self.session, partial(self._enter_dense, phase, span, passed))
         reading = LayerReading(self.session, last)
         for layer in missing:
@@ -149,9 +149,9 @@ class Driver:
         self,
         phase: str,
         span: range,
-        passed: list[tuple[PassResult, Mapping[str, ArrayRecord]]],
+        passed: list[tuple[LayerPass, Mapping[str, ArrayRecord]]],
         layer: int,
-        result: PassResult,
+        result: LayerPass,
     ) -> Coroutine[Sequence[ArrayRecord] | None]:
         """Enter the dense pass through a layer when its last part is done.
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from manifests.records import ArrayRecord
-from pipeline.driver.reduction import PassResult, Reductions
+from pipeline.driver.reduction import LayerPass, Reductions
 from pipeline.driver.scheduler import Coroutine
 from pipeline.driver.session import Session
 from pipeline.methods.method import Moment
@@ -23,14 +23,14 @@ class LayersInFlight:
     """Enters layers in the order of the pass, as soon as their sums are stored."""
 
     def __init__(
-        self, session: Session, enter: Callable[[int, PassResult], Coroutine[Sequence[ArrayRecord] | None]]
+        self, session: Session, enter: Callable[[int, LayerPass], Coroutine[Sequence[ArrayRecord] | None]]
     ) -> None:
         """`enter`: enters a layer. Its coroutine returns the stored hidden states that are still needed, or None if
         none can be dropped."""
         self.session = session
         self.reductions = Reductions(session)
         self.enter = enter
-        self.passed: deque[tuple[int, PassResult]] = deque()
+        self.passed: deque[tuple[int, LayerPass]] = deque()
         self.allowed = 0  # layers that may be unentered while shards pass the next one
 
     def run(

@@ -74,7 +74,7 @@ class _Group:
 
 
 @dataclass(frozen=True)
-class PassResult:
+class LayerPass:
     """The results of a pass of all shards through a layer.
 
     Attributes:
@@ -104,13 +104,13 @@ class Reductions:
 
     def run(
         self, moments: Sequence[Moment], units: Sequence[Summable], store: bool = True, grids: Grids | None = None
-    ) -> Coroutine[PassResult]:
+    ) -> Coroutine[LayerPass]:
         """Run the units of all shards, and start to reduce their sums. `grids`: the grids, if already chosen."""
         samples = tuple(moment for moment in moments if moment.kind == "sample")
         grids = (yield self.choose(moments, units)) if grids is None else grids
         if not grids:
             done: list[ShardDone] = yield units
-            return PassResult(_stripped(done), (yield from self._samples(samples, units, done)))
+            return LayerPass(_stripped(done), (yield from self._samples(samples, units, done)))
         sums = _new_sums(grids)
         units = [replace(unit, sums=sums) for unit in units]
         done = yield units
@@ -120,20 +120,20 @@ class Reductions:
         # A shard that is run again for its samples must not be added again.
         without_sums = [replace(unit, moments=samples, sums=None) for unit in units]
         records = yield from self._samples(samples, without_sums, done)
-        return PassResult(_stripped(done), records, reduction, groups)
+        return LayerPass(_stripped(done), records, reduction, groups)
 
-    def collected(self, result: PassResult) -> Coroutine[None]:
+    def collected(self, result: LayerPass) -> Coroutine[None]:
         """Wait until the sums of a pass have left the workers and are within their grids."""
         if result.reduction:
             yield result.reduction.stage(COLLECTED)
 
-    def summed(self, result: PassResult) -> Coroutine[dict[str, Summed]]:
+    def summed(self, result: LayerPass) -> Coroutine[dict[str, Summed]]:
         """Wait for the moments over all shards, by key, before they are stored."""
         if result.reduction:
             yield result.reduction.stage(ADDED)
         return {moment.key: summed for group in result.groups for moment, summed in group.summed.items()}
 
-    def stored(self, result: PassResult) -> Coroutine[dict[str, ArrayRecord]]:
+    def stored(self, result: LayerPass) -> Coroutine[dict[str, ArrayRecord]]:
         """Wait for the records of the stored moments over all shards, by key. Lost results are recomputed."""
         moments = (yield result.reduction) if result.reduction else {}
         return {**result.samples, **moments}

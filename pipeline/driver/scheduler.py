@@ -33,14 +33,14 @@ BACKGROUND_DEPTH = 2  # background units per worker, when there is no other work
 T = TypeVar("T")
 
 
-class Pause(Enum):
+class Waiting(Enum):
     """Reasons for a coroutine to wait for something other than units."""
 
     UNTIL_WANTED = "until wanted"
     NOTHING_DUE = "nothing due"
 
 
-UNTIL_WANTED, NOTHING_DUE = Pause.UNTIL_WANTED, Pause.NOTHING_DUE
+UNTIL_WANTED, NOTHING_DUE = Waiting.UNTIL_WANTED, Waiting.NOTHING_DUE
 
 
 @dataclass(frozen=True)

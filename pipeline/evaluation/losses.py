@@ -1,4 +1,4 @@
-"""Losses and perplexities as stored and as shown, and what they say of a badly damaged model.
+"""Losses and perplexities as stored and as shown, and warnings about badly damaged models.
 
 docs/formats.md#perplexities.
 """

@@ -1,8 +1,8 @@
 """Packs questions, each a context and a continuation, into windows that the workers run.
 
-Questions whose tokens begin alike share a window: what they share is run once, and what differs stands side by side.
-Windows are sorted by length, and those of a shard padded on the right to the longest of them, which no causal model
-notices.
+Questions whose tokens begin alike share a window: common tokens are run once, and different ones stand side by side.
+Windows are sorted by length, and those of a shard are padded on the right to its longest one. A causal model does not
+see padding on the right.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ SWITCH_FIELDS = ("use_sliding_window", "max_window_layers")  # transformers deri
 PRETRAINED_LENGTH = "original_max_position_embeddings"  # some classes have it outside of `rope_parameters`
 FIXED_FIELDS: Mapping[str, Any] = {"is_encoder_decoder": False}
 TRAINING, OUTPUTS = "training alone", "the outputs of a call"
-UNREAD_FIELDS: Mapping[str, str] = {  # in no family they change logits
+UNREAD_FIELDS: Mapping[str, str] = {  # they change logits in no family
     "transformers_version": "the version that wrote the file",
     "architectures": "checked elsewhere; exports name the family's",
     "dtype": "the tensors' own dtypes count; exports write theirs",

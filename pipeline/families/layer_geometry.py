@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
+from lamina.block_lamina import HEAD_NORM_ROLES, INPUT_NORM_ROLES, OUTPUT_NORM_ROLES, LayerShape, has_norm_bias
 from lamina.mixture_lamina import ROUTER, SHARED, SHARED_GATE
 from pipeline.families.blocks import (
     ONLY_BLOCKS,
@@ -22,6 +23,8 @@ from pipeline.families.blocks import (
 )
 from pipeline.families.foreign import ForeignBlock
 
+NORM_ROLES = (*INPUT_NORM_ROLES, *OUTPUT_NORM_ROLES, *HEAD_NORM_ROLES)
+
 
 @dataclass(frozen=True)
 class Norm:
@@ -30,6 +33,16 @@ class Norm:
     role: str
     size: int
     bias: bool
+
+
+def norms_of(block: Mapping[str, Any], shape: LayerShape) -> tuple[Norm, ...]:
+    """Return the norms of a layer with this block: of the blocks' inputs and outputs, and of query and key heads."""
+    biased = has_norm_bias(block)
+    return tuple(
+        Norm(role, shape.norm_width(role, block), biased and role not in HEAD_NORM_ROLES)
+        for role in shape.modules
+        if role in NORM_ROLES
+    )
 
 
 @dataclass(frozen=True)

@@ -43,9 +43,8 @@ from pipeline.families.config_fields import (
 from pipeline.families.family import Family
 from pipeline.families.geometry import Geometry
 from pipeline.families.latent import latent_faults, rope_frequencies
-from pipeline.families.layer_geometry import LayerGeometry
+from pipeline.families.layer_geometry import LayerGeometry, norms_of
 from pipeline.families.mixture import ROUTING_FIELDS
-from pipeline.families.norms import norms_of
 from pipeline.families.rotation import rope_parameters
 from pipeline.families.wrapper import inside_wrapper, is_wrapper, text_config, wrapper_fault
 

@@ -70,8 +70,8 @@ def _check_factors(rope: Mapping[str, Any], pairs: int) -> None:
     for name in ("short_factor", "long_factor"):
         factors = rope.get(name)
         if not isinstance(factors, list) or len(factors) != pairs:
-            found = f"a list of {len(factors)}" if isinstance(factors, list) else repr(factors)
+            shown = f"a list of {len(factors)}" if isinstance(factors, list) else repr(factors)
             raise InputError(
-                f"config.json: rope_parameters.{name}: {found:.80} is not a list of {pairs} numbers, one for each "
+                f"config.json: rope_parameters.{name}: {shown:.80} is not a list of {pairs} numbers, one for each "
                 "rotated pair"
             )

@@ -30,8 +30,10 @@ BUFFER_BYTES = 1024 * 1024  # read at a time; torch reads small pieces
 
 
 def save_state(run_dir: Storage, step: int, state: Mapping[str, Tensor], processes: Processes) -> str:
-    """Write a checkpoint durably, each process its part. Return its folder, relative to RUN_DIR. Raises
-    StorageError."""
+    """Write a checkpoint durably: each process writes its part. Return its folder, relative to RUN_DIR.
+
+    Raises StorageError.
+    """
     folder = processes.first(f"{FOLDER}/step-{step:06d}.{uuid.uuid4().hex}")
     try:
         with _alone():

@@ -22,7 +22,7 @@ class Processes:
 
     @classmethod
     def joined(cls) -> Processes:
-        """Return those of torch's process group; this process alone without one."""
+        """Return the processes of torch's process group, or this process alone if there is no group."""
         return cls(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else cls()
 
     def total(self, number: float) -> float:
@@ -62,7 +62,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor that the processes have parts of; all of them at the same time."""
+    """Return a whole tensor from the parts that processes hold. All processes call it at the same time."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

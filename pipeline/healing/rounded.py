@@ -1,8 +1,12 @@
-"""Rounded linears while they are trained: scales, levels, and codes through a weight that is rounded again and again.
+"""Rounded modules of a student: linears that train, and embeddings and a head that do not.
+
+Linears train scales, levels, and codes through a weight that is rounded again and again. Embeddings and the head are
+multiplied out when the student is loaded.
 
 docs/methods.md#healing.
 
-Legend: O outputs, I inputs, W words of a row, S scales of a row, g columns of a group, n levels.
+Legend: O outputs, I inputs, W words of a row, S scales of a row, g columns of a group, n levels, V vocabulary, D
+hidden.
 """
 
 from __future__ import annotations
@@ -14,7 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lamina.levels_lamina import LEVELS, PACKED, SCALE, WORD_BITS, TableLinear, scaled_levels
+from lamina.embedding_lamina import Embedding, ScaledEmbedding
+from lamina.levels_lamina import (
+    BLOCK_NUMBERS,
+    LEVELS,
+    PACKED,
+    SCALE,
+    WORD_BITS,
+    TableEmbedding,
+    TableLinear,
+    scaled_levels,
+)
 from pipeline.healing.processes import local, whole
 from pipeline.kernels.levels import borders, uniform_levels
 from pipeline.kernels.packing import pack
@@ -95,7 +109,7 @@ def even_scheme(module: nn.Module, columns: int) -> tuple[int, int | None]:
 def train_rounded(model: nn.Module, even: Even, trained: Container[str]) -> None:
     """Replace the linears of `even`, and those with tables of levels, by modules that train.
 
-    `trained`: the names of the tensors that train; with its `weight_packed`, the codes of a linear do.
+    `trained`: the names of the tensors that train. The codes of a linear train if its `weight_packed` is among them.
     """
     schemes = {path: (*scheme, True) for path, scheme in even.items()}
     for path, table in model.named_modules():
@@ -120,3 +134,41 @@ def _nearest(values: Tensor, levels_n: Tensor) -> Tensor:
         ascending_n, order_n = levels_n.sort()
         nearest: Tensor = order_n[torch.bucketize(values, borders(ascending_n))]
         return nearest
+
+
+def multiply_out(model: nn.Module, ends: tuple[nn.Module, ...]) -> None:
+    """Replace rounded embeddings and a rounded head by modules with their weights."""
+    paths = {module: path for path, module in model.named_modules()}
+    for module in ends:
+        is_even = isinstance(module, nn.Embedding) and hasattr(module, PACKED)
+        table = _even_embedding(module) if is_even else module
+        if isinstance(table, TableLinear | TableEmbedding):
+            model.set_submodule(paths[module], _multiplied_out(table))
+
+
+def _even_embedding(embedding: Any) -> TableEmbedding:
+    """Return embeddings whose codes of even steps compressed-tensors has loaded as ones with a table of levels."""
+    packed, scale = getattr(embedding, PACKED).detach(), getattr(embedding, SCALE).detach()
+    bits, group = even_scheme(embedding, embedding.embedding_dim)
+    table = TableEmbedding(embedding, bits, group)
+    table.weight_levels = uniform_levels(bits, torch.float32, packed.device)
+    table.weight_packed, table.weight_scale = packed, scale
+    return table
+
+
+def _multiplied_out(table: TableLinear | TableEmbedding) -> nn.Module:
+    """Return a module with the weight (V, D) of a rounded one, in float32."""
+    rows, columns = table.weight_packed.shape[0], table.columns
+    step = max(1, BLOCK_NUMBERS // columns)
+    weight_VD = torch.cat([table.rows(slice(at, at + step)).detach() for at in range(0, rows, step)]).float()
+    with torch.device("meta"):
+        module: nn.Linear | nn.Embedding
+        if isinstance(table, TableLinear):
+            module = nn.Linear(columns, rows, bias=False)
+            module.bias = table.bias
+        elif table.embed_scale is None:
+            module = Embedding(rows, columns)
+        else:
+            module = ScaledEmbedding(rows, columns, table.embed_scale)
+    module.weight = nn.Parameter(weight_VD)
+    return module

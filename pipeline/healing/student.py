@@ -33,8 +33,7 @@ from lamina.stored_lamina import StoredLinear
 from manifests.errors import InputError
 from manifests.heal import CHECKPOINTED_BYTES
 from pipeline.healing.processes import Processes, local
-from pipeline.healing.rounded import LATENT, TrainedTable, even_codes, train_rounded
-from pipeline.healing.rounded_ends import multiply_out
+from pipeline.healing.rounded import LATENT, TrainedTable, even_codes, multiply_out, train_rounded
 from stores.headers import DTYPES, read_header
 
 DENSE_HEAD, WEIGHT = "dense_head.safetensors", "weight"  # beside a student with a rounded head; its tensor
@@ -109,7 +108,7 @@ class Student:
         return self._finished(nn.functional.linear(hidden_TD, self.dense_head_VD, bias_V))
 
     def _finished(self, logits_TV: Tensor) -> Tensor:
-        """Return logits (T, V) of the head's outputs: as they are, of a class of transformers' own."""
+        """Return logits (T, V) of the head's outputs, which are the logits already in transformers' own classes."""
         if not hasattr(self.model.config, "block"):
             return logits_TV
         finished_TV: Tensor = finish_logits(self.model.config, logits_TV)
@@ -164,8 +163,8 @@ def _empty(folder: Path) -> Any:
 def _parameter(parameters: Mapping[str, nn.Parameter], path: str, stored: str) -> nn.Parameter:
     if path not in parameters:
         raise InputError(
-            f"heal: the tensor {stored} is no parameter of the model that transformers loads; its stored form does not "
-            "train; leave out heal, or compress without the method that wrote it"
+            f"heal: the tensor {stored} is not a parameter of the model that transformers loads: its stored form does "
+            "not train; leave out heal, or compress without the method that wrote it"
         )
     return parameters[path]
 
@@ -178,7 +177,7 @@ def _path_of(base: Any, name: str) -> tuple[str, ...]:
 
 
 def _loaded(folder: Path, device: torch.device, processes: Processes, trained: Container[str]) -> Any:
-    """Load a model in float32, each process a part of its layers. Process 0 reads it, and sends it layer by layer."""
+    """Load a model in float32; each process gets a part of its layers. Process 0 reads and sends it layer by layer."""
     if processes.rank == 0:
         with _undivided():
             model: Any = AutoModelForCausalLM.from_pretrained(
@@ -213,7 +212,7 @@ def _loaded(folder: Path, device: torch.device, processes: Processes, trained: C
     fully_shard(base, mesh=mesh, ignored_params=whole)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_reduce_scatter_unused_params(True)  # such as of experts without a token in this process
+            module.set_reduce_scatter_unused_params(True)  # such as those of experts without a token here
     return model
 
 
@@ -234,8 +233,8 @@ def _undivided() -> Iterator[None]:
 def _stored_dtype(folder: Path) -> torch.dtype:
     """Return the dtype of a checkpoint's numbers, in which its weights are mapped and not read; float32 for several."""
     headers = [read_header(folder, file.name) for file in folder.glob("*.safetensors")]
-    found = {DTYPES[record.dtype] for header in headers for record in header.values()}
-    numbers = {dtype for dtype in found if dtype.is_floating_point}
+    dtypes = {DTYPES[record.dtype] for header in headers for record in header.values()}
+    numbers = {dtype for dtype in dtypes if dtype.is_floating_point}
     return numbers.pop() if len(numbers) == 1 else torch.float32
 
 
@@ -262,4 +261,4 @@ def _send(module: nn.Module) -> None:
     """Send the tensors of process 0 to the other processes."""
     for tensor in (*module.parameters(), *module.buffers()):
         data = tensor.detach()
-        dist.broadcast(data.view(torch.uint8) if data.itemsize == 1 else data, src=0)  # fp8 is no type of gloo
+        dist.broadcast(data.view(torch.uint8) if data.itemsize == 1 else data, src=0)  # gloo has no fp8

@@ -101,7 +101,7 @@ class Progress:
     best: Mapping[str, Tensor]
 
 
-class Training:
+class Trainer:
     """Trains a student. `state` and `load` exchange everything that a later process needs to continue."""
 
     def __init__(
@@ -161,12 +161,12 @@ class Training:
         """Continue from a checkpoint: the result of `state` with other values."""
         best = {name: state[BEST + name] for name in self.student.trained} if curve.best else {}
         self.progress = Progress(step, curve, best)
-        taken = torch.tensor(float(step - curve.skipped))
+        steps = torch.tensor(float(step - curve.skipped))
         for name, parameter in self.student.trained.items():
             with torch.no_grad():
                 parameter.copy_(state[f"weight/{name}"])
             moments = {kind: state[f"{kind}/{name}"].clone() for kind in ("exp_avg", "exp_avg_sq")}
-            self.optimizer.state[parameter] = {"step": taken.clone(), **moments}
+            self.optimizer.state[parameter] = {"step": steps.clone(), **moments}
 
     def _timed(self, kind: str, act: Callable[[], None]) -> None:
         begun = time.monotonic()

@@ -1,4 +1,4 @@
-"""What each process of a healing does: it loads its part of the model, trains, and stores its part of checkpoints."""
+"""A process of a healing: loads its part of the model, trains it, and stores its part of checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipeline.healing.checkpoints import load_state, save_state
 from pipeline.healing.processes import Processes
 from pipeline.healing.stored_text import StoredText, TextSizes
 from pipeline.healing.student import DENSE_HEAD, Student
-from pipeline.healing.training import Schedule, Training
+from pipeline.healing.training import Schedule, Trainer
 from stores.activations import ActivationStore
 from stores.run_directory import ACTIVATIONS
 from stores.storage import Storage, on_this_machine
@@ -29,7 +29,7 @@ GO_ON, STORE, STOP = 0, 1, 2
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """What a process needs to train. It can be pickled.
+    """The inputs of a process that trains. Picklable.
 
     Attributes:
         run_dir: on a disk with an absolute path, or in a bucket.
@@ -55,7 +55,7 @@ class TrainingTask:
     checkpoint_s: float
 
 
-class Journal(Protocol):
+class TrainingJournal(Protocol):
     """The driver of a healing, as its process 0 sees it."""
 
     def last(self) -> HealingEntry | None:
@@ -71,7 +71,7 @@ class Journal(Protocol):
         """Enter a checkpoint, which replaces the one before."""
 
 
-def train(task: TrainingTask, journal: Journal) -> None:
+def train(task: TrainingTask, journal: TrainingJournal) -> None:
     """Train from the last checkpoint to the end, and store the state there.
 
     Raises:
@@ -92,7 +92,7 @@ def train(task: TrainingTask, journal: Journal) -> None:
         store = ActivationStore(task.run_dir.below(ACTIVATIONS))
         say = journal.say if processes.rank == 0 else _nothing
         text = StoredText(task.sizes, task.teacher, store)
-        training = Training(student, text, task.schedule, processes, say)
+        training = Trainer(student, text, task.schedule, processes, say)
         _Process(task, training, journal, processes).run()
     finally:
         torch.set_num_threads(threads)
@@ -101,7 +101,7 @@ def train(task: TrainingTask, journal: Journal) -> None:
 class _Process:
     """Resumes a training, shows its progress, and stores its state every few minutes and at the end."""
 
-    def __init__(self, task: TrainingTask, training: Training, journal: Journal, processes: Processes) -> None:
+    def __init__(self, task: TrainingTask, training: Trainer, journal: TrainingJournal, processes: Processes) -> None:
         self.task, self.training, self.journal, self.processes = task, training, journal, processes
 
     def run(self) -> None:
@@ -117,7 +117,7 @@ class _Process:
         state = {name: tensor.clone() for name, tensor in self.training.state().items()}
         load_state(self.task.run_dir, entered.folder, state)
         self.training.load(state, entered.step, entered.curve)
-        self.training.say(f"heal: resuming behind step {entered.step} of {self.training.schedule.steps}")
+        self.training.say(f"heal: resuming after step {entered.step} of {self.training.schedule.steps}")
 
     def _after_step(self) -> None:
         """Do what process 0 decides. Raise Interrupted if the job is to stop."""

@@ -192,13 +192,13 @@ def check_ids(tokens: torch.Tensor, vocab: int, tokenizer: PreTrainedTokenizerBa
     """
     if not tokens.numel() or (largest := int(tokens.max())) < vocab:
         return
-    found = first_beyond(texts, tokenizer, vocab)
-    token = found.token if found else largest
+    place = first_beyond(texts, tokenizer, vocab)
+    token = place.token if place else largest
     spelled, where = str(tokenizer.convert_ids_to_tokens(token)), "puts before a text or behind it"
-    if found:
-        where = f"finds in {found.place}, line {found.line}, character {found.character}"
+    if place:
+        where = f"finds in {place.place}, line {place.line}, character {place.character}"
     remedy = "give the tokenizer that belongs to the model"
-    if found and token in tokenizer.added_tokens_decoder:
+    if place and token in tokenizer.added_tokens_decoder:
         remedy = f"leave {spelled!r} out of the text, or {remedy}"
     raise InputError(
         f"tokenizer: it {where} the token {spelled!r} with id {token}, but the model's vocabulary has {vocab}; {remedy}"

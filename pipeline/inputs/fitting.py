@@ -26,9 +26,9 @@ Check = Callable[[Manifest], object]  # raises InputError if a budget is out of 
 
 
 class DoesNotFitError(InputError):
-    """The weights do not fit beside what serving takes; `least_bytes`: of weights, at the smallest size.
+    """The weights do not fit beside the memory that serving takes. `least_bytes`: of weights, at the smallest size.
 
-    `asked_by`, `advice`: what the user gave the memory by, and may change.
+    `asked_by`: the option or field with the memory. `advice`: what the user may change.
     """
 
     def __init__(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import transformers
 
 from lamina import LayersConfig
 from lamina.decoder_layer_lamina import DecoderLayer
@@ -14,12 +15,11 @@ from lamina.rotary_lamina import make_rotary
 from manifests.errors import InputError
 from pipeline.families.fused import fused_tensors
 from pipeline.families.registry import FAMILIES, family_names, geometry_of, is_known, standard_config
-from pipeline.families.wrapper import architecture, is_wrapper, module_names
-from pipeline.inputs.loaded_names import foreign_prefix, loaded_names
-from pipeline.inputs.towers import check_towers
+from pipeline.families.wrapper import architecture, is_tower, is_wrapper, module_names, whole_config
+from pipeline.inputs.loaded_names import Loading, foreign_prefix, loaded_names
 from pipeline.inputs.unknown import describe_unknown
 from pipeline.inputs.unread_tensors import refuse_unread
-from stores.source import CONFIG_FILE, SourceCheckpoint, open_source
+from stores.source import CONFIG_FILE, SourceCheckpoint, open_source, raise_faults
 
 CAUSAL_SUFFIX = "ForCausalLM"
 
@@ -149,3 +149,26 @@ def check_buildable(config: Mapping[str, Any], where: str) -> None:
         make_rotary(described, torch.device("cpu"))
     except Exception as error:  # transformers hardly checks rope_parameters, and only warns
         raise InputError(f"{where}: no layer can be built from it: {type(error).__name__}: {error}") from error
+
+
+def check_towers(source: SourceCheckpoint, config: Mapping[str, Any]) -> None:
+    """Compare the tensors of a multimodal model's towers with those of its class, by names and shapes.
+
+    transformers would fill missing ones at random. `config`: the source's config. The source's tensors have the names
+    of modules. Raises InputError with all faults (up to 20).
+    """
+    whole = whole_config(config)
+    whole.get_text_config().num_hidden_layers = 1  # layers are not compared
+    with torch.device("meta"):
+        model: Any = getattr(transformers, architecture(config["model_type"]))(whole)
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if is_tower(name)}
+    loading = Loading(model)
+    places = {name: loading.place(name) for name in filter(is_tower, source.tensors)}
+    stored = {place.parameter: source.tensors[name].shape for name, place in places.items() if place}
+    faults = [f"{name}: missing" for name in sorted(expected.keys() - stored.keys())]
+    faults += [
+        f"{name}: shape {list(stored[name])}, expected {list(expected[name])}"
+        for name in sorted(expected.keys() & stored.keys())
+        if not loading.converters and stored[name] != expected[name]
+    ]
+    raise_faults(f"{source.place}: config.json and the weights of towers do not fit together", faults)

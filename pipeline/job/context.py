@@ -208,7 +208,7 @@ def with_entered_samples(job: JobContext) -> JobContext:
     return replace(job, inputs=inputs, tokens=job.tokens[chosen], sources=sources, plan=plan_of(inputs))
 
 
-class Text(NamedTuple):
+class JobText(NamedTuple):
     """Token ids int64 of a job's texts, as `JobContext` has them."""
 
     samples: torch.Tensor | None
@@ -220,7 +220,7 @@ class Text(NamedTuple):
     healing_text: HealingTokens | None
 
 
-def read_text(inputs: Inputs) -> Text:
+def read_text(inputs: Inputs) -> JobText:
     """Read the texts for calibration and evaluation. Raises InputError."""
     drawn, evaluation = calibration_tokens(inputs), evaluation_tokens(inputs)
     held_out = drawn.held_out if drawn and len(drawn.held_out) else None
@@ -229,7 +229,7 @@ def read_text(inputs: Inputs) -> Text:
     healing = read_healing_text(inputs)
     texts = (("calibration", drawn), ("evaluation", evaluation), ("heal", healing))
     texts_read = {name: text.read for name, text in texts if text}
-    return Text(samples, held_out, prefix, evaluation, sources, texts_read, healing)
+    return JobText(samples, held_out, prefix, evaluation, sources, texts_read, healing)
 
 
 def check_evaluation_prefix(job: JobContext, file: str, evaluation: Evaluation) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("lamina")
 BEAT_SECONDS = 3.0
-LAST_BEAT_SECONDS = 10.0  # for so long a job that ends waits for a beat that hangs
+LAST_BEAT_SECONDS = 10.0  # how long a job that ends waits for a beat that hangs
 
 
 class Heartbeat:

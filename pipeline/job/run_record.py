@@ -1,6 +1,6 @@
 """The record of how a run ended, in RUN_DIR and in its log.
 
-If native code or SIGKILL ends the process, its supervisor writes the record. Only the end of both leaves none.
+If native code or SIGKILL ends the process, its supervisor writes the record. No record is left if both are killed.
 """
 
 from __future__ import annotations

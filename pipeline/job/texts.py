@@ -27,7 +27,7 @@ from pipeline.units.scores import Scored, Windows
 from pipeline.units.sharding import TEXT_TOKENS, text_windows
 from stores.corpus import cut_windows, load_tokenizer
 
-WORD_TOKENS = 32_768  # the words of at most so many tokens of each text are compared
+WORD_TOKENS = 32_768  # at most this many tokens of each text are compared word by word
 NAME = "texts"  # the dense model's name in the ledger while both texts are scored
 
 
@@ -66,8 +66,8 @@ def compared_windows(
     prefix: tuple[int, ...],
     most: int = TEXT_TOKENS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return windows (n, length) of the calibration samples and of the evaluation text, evenly spread over each, of
-    about `most` tokens of each at most.
+    """Return windows (n, length) of the calibration samples and of the evaluation text, evenly spread over each, with
+    at most about `most` tokens of each.
 
     The length is that of a sample, or of the evaluation text if that is shorter. All begin with the samples' `prefix`,
     whatever the evaluation has, because losses with and without one cannot be compared.

@@ -54,7 +54,7 @@ ENDED_HEALING = re.compile(rf"(^|/){HEALED}$")
 
 @dataclass(frozen=True)
 class Effort:
-    """The work of the workers: kind of unit -> [units, seconds, of these inside products], worker -> peak bytes."""
+    """The work of the workers: kind of unit -> [units, seconds, seconds inside products], worker -> peak bytes."""
 
     units: dict[str, list[float]]
     peak_bytes: dict[str, int]

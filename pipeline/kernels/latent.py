@@ -43,7 +43,7 @@ class SplitKeys(NamedTuple):
     loss: float
 
 
-class Latents(NamedTuple):
+class FittedLatents(NamedTuple):
     """A latent z = encode x of which keys and values are decode z / rms(z).
 
     Attributes:
@@ -149,7 +149,7 @@ def split_keys(
 
 def fit_latents(
     sample_TD: Tensor, moment_DD: Tensor, outputs_mD: Tensor, metric_mm: Tensor, encode_rD: Tensor
-) -> Latents:
+) -> FittedLatents:
     """Fit r latents and their decoder after an RMS norm on a sample, starting from a first choice of latents.
 
     Minimises ½ E[eᵀ G e], e = Y x − B N(A x), N(z) = z / rms(z), over A by L-BFGS. B is the least squares fit, which is
@@ -189,7 +189,7 @@ def fit_latents(
     normed_Tr, rms_T1 = _normed(latent_Tr)
     decode_mr = torch.cholesky_solve(normed_Tr.T @ outputs_Tm, _gram_factor(normed_Tr)).T
     encode = torch.linalg.solve_triangular(moment.factor, parameter, upper=False, left=False) / moment.scale**0.5
-    return Latents(encode * (LATENT_RMS / rms_T1.mean()), decode_mr, loss, before)
+    return FittedLatents(encode * (LATENT_RMS / rms_T1.mean()), decode_mr, loss, before)
 
 
 def query_rows(query_QD: Tensor, read_Gpd: Tensor, scale: float) -> Tensor:

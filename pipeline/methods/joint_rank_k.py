@@ -34,7 +34,7 @@ Stack = tuple[int, int]  # numbers of the dense weights, numbers that one more r
 
 
 @dataclass(frozen=True)
-class Pair(Group[JointRankK]):
+class MatrixPair(Group[JointRankK]):
     """Two matrices that read the same input.
 
     Attributes:
@@ -171,7 +171,7 @@ class JointRankKMethod(Method[JointRankK]):
 
     name: ClassVar[str] = "joint_rank_k"
 
-    def groups(self, layer: LayerGeometry) -> Iterator[Pair]:
+    def groups(self, layer: LayerGeometry) -> Iterator[MatrixPair]:
         """Claim groups `query_key` (q, k) and the matrices that read the MLP's input.
 
         Raises ValueError on an MLP without gate, on `joint_per_head` for grouped queries, and on ranks that save
@@ -181,10 +181,12 @@ class JointRankKMethod(Method[JointRankK]):
         form, mlp_form = self.entry.query_key, self.entry.mlp_form
         for block in layer.attentions if form != "none" else ():
             needs = roles_of(block.query_key), self._moments(block.query_key, form)
-            yield self._fitting(Pair(self.entry, layer, QUERY_KEY, *needs, form=form, cache=block.key.outputs))
+            yield self._fitting(MatrixPair(self.entry, layer, QUERY_KEY, *needs, form=form, cache=block.key.outputs))
         for mlp in layer.mlps if mlp_form != "none" else ():
             needs, shared = (roles_of(mlp.readers), self._moments(mlp.readers, mlp_form)), mlp.reader_group
-            yield self._fitting(Pair(self.entry, layer, mlp.name, *needs, rank_name=MLP, form=mlp_form, shared=shared))
+            yield self._fitting(
+                MatrixPair(self.entry, layer, mlp.name, *needs, rank_name=MLP, form=mlp_form, shared=shared)
+            )
 
     def _moments(self, matrices: tuple[Matrix, ...], form: str) -> tuple[Moment, ...]:
         read = input_moment(matrices[0])
@@ -192,7 +194,7 @@ class JointRankKMethod(Method[JointRankK]):
             return (read, *(pull((matrix,)) for matrix in matrices)) if form == "separate" else (read, pull(matrices))
         return (read,) if self.entry.weighting == "input" else ()
 
-    def _fitting(self, pair: Pair) -> Pair:
+    def _fitting(self, pair: MatrixPair) -> MatrixPair:
         """Return a pair. Raises ValueError if the entry's rank saves nothing."""
         rank = getattr(self.entry.ranks, pair.rank_name) if self.entry.ranks else None
         if rank is not None and rank > pair.limit:

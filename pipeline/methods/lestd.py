@@ -29,10 +29,10 @@ from pipeline.methods.base import Group, Method
 from pipeline.methods.lestd_problems import Layout, Problem, errors_of, weighted_inputs, weighted_output
 from pipeline.methods.lestd_sizes import (
     GRID_PER_OCTAVE,
-    Choice,
     ProblemShape,
     Ranks3,
     Rule,
+    SizeChoice,
     best_choice,
     choices,
     pack_bits,
@@ -52,12 +52,12 @@ SAFE_EXPONENT = 40  # bound on the exponent of a core's largest entry, so that r
 class SolvedProblem:
     """A problem's decomposition. `energies`: those of Stage I after each sweep."""
 
-    choice: Choice
+    choice: SizeChoice
     tucker: Tucker
     energies: tuple[float, ...]
 
 
-class Block(Group[LeSTD]):
+class TuckerBlock(Group[LeSTD]):
     """The matrices of a block, as one or two Tucker problems. The size is the only rank."""
 
     @property
@@ -185,7 +185,7 @@ class Block(Group[LeSTD]):
         return sum((self.solve_work(tokens) for _ in lestd_loss.SOLVED), start=Work())
 
 
-class Attention(Block):
+class Attention(TuckerBlock):
     """Attention: q, k, v and o, or o by itself."""
 
     @property
@@ -243,7 +243,7 @@ class Attention(Block):
         return [(query,) if own else (query, output), (key, value)]
 
 
-class MLP(Block):
+class MLP(TuckerBlock):
     """An MLP: (gate), up and down."""
 
     cache, wide = 0, True
@@ -276,7 +276,7 @@ class LeSTDMethod(Method[LeSTD]):
         """Return the layout of sparse cores in the memory of a server."""
         return {"core_format": self.entry.core}
 
-    def groups(self, layer: LayerGeometry) -> Iterator[Block]:
+    def groups(self, layer: LayerGeometry) -> Iterator[TuckerBlock]:
         """Claim groups `attention` (q, k, v, o) and `mlp` ((gate), up, down).
 
         Raises ValueError on ranks above the full ones or that save nothing.
@@ -382,7 +382,7 @@ def _stored(problem: Problem, solved: SolvedProblem) -> tuple[dict[str, Tensor],
     return tensors, entries
 
 
-def _form(layout: Layout, choice: Choice) -> dict[str, Any]:
+def _form(layout: Layout, choice: SizeChoice) -> dict[str, Any]:
     return {"ranks_o": list(choice.ranks[:2])} if layout.own else {"ranks": list(choice.ranks)}
 
 

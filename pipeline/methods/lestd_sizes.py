@@ -101,21 +101,21 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Choice:
+class SizeChoice:
     """Ranks, and the number of core entries that are kept; None: all, stored whole."""
 
     ranks: Ranks3
     count: int | None
 
 
-def choices(shape: ProblemShape, rule: Rule, size: int) -> Iterator[Choice]:
+def choices(shape: ProblemShape, rule: Rule, size: int) -> Iterator[SizeChoice]:
     """Yield choices that fit into a size (or the least one): ranks by eighths and halvings, and the largest R1."""
     size = max(size, rule.least(shape))
     for ranks in _grid(shape, rule):
         if shape.with_dense_core(ranks) <= size and (rule.whole or not rule.prune):
-            yield Choice(ranks, None)
+            yield SizeChoice(ranks, None)
         elif rule.prune and (room := shape.sparse_room(ranks, size)) >= 1:
-            yield Choice(ranks, min(room, sum(shape.positions(ranks))))
+            yield SizeChoice(ranks, min(room, sum(shape.positions(ranks))))
     if rule.ranks is None and (rule.whole or not rule.prune):
         for width_rank in _widths(shape, rule):
             rest = shape.full[2]
@@ -123,10 +123,10 @@ def choices(shape: ProblemShape, rule: Rule, size: int) -> Iterator[Choice]:
             most = 1 + (size - shape.with_dense_core((1, width_rank, rest))) // per_rank
             rank = shape.hidden if most >= shape.hidden else most // rule.multiple * rule.multiple
             if rank >= 1:
-                yield Choice((rank, width_rank, rest), None)
+                yield SizeChoice((rank, width_rank, rest), None)
 
 
-def best_choice(options: Sequence[Choice], squares: Sequence[Tensor]) -> Choice:
+def best_choice(options: Sequence[SizeChoice], squares: Sequence[Tensor]) -> SizeChoice:
     """Return the choice whose cores keep the most energy; among equals, the first.
 
     `squares`: g² of the cores at full rank, in the basis of the HOSVD. Their leading blocks approximate the cores at

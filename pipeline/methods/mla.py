@@ -202,8 +202,8 @@ class LatentAttention(Group[MLA]):
         """
         frequencies_J, shares_GW = self._rotation
         turns_I, gradient_CC = turns(frequencies_J, shared, density), self.mean(self.moments[1])
-        given = self._key, self._moment, gradient_CC, frequencies_J, turns_I, shares_GW
-        return split_keys(*given) if steps is None else fit_turns(split_keys(*given), *given, steps)
+        problem = self._key, self._moment, gradient_CC, frequencies_J, turns_I, shares_GW
+        return split_keys(*problem) if steps is None else fit_turns(split_keys(*problem), *problem, steps)
 
     def _outputs(self, keys: SplitKeys) -> Tensor:
         """Return the map (2C, D) from the input to the targets of the latents: keys without rotation, and values."""

@@ -52,8 +52,8 @@ from pipeline.methods.rounded_size import (
 from pipeline.methods.separate import ASVDMethod, SVDLLMMethod, SVDMethod
 from pipeline.methods.unchanged import Unchanged
 from pipeline.ranks.allocation import (
-    Budget,
     Entry,
+    NumberBudget,
     Prediction,
     allocate,
     fixed_numbers,
@@ -230,7 +230,7 @@ def allocate_ranks(
     entries = [entry for entry in entries if entry.dense_numbers]  # `Unchanged` may have nothing to round
     _check_max_loss(manifest, entries)
 
-    def shared(own_numbers: float) -> Budget | None:
+    def shared(own_numbers: float) -> NumberBudget | None:
         """Return the budget of the entries that share it, or None if the manifest sets no size.
 
         `own_numbers`: the numbers of the entries with a size of their own.
@@ -241,7 +241,7 @@ def allocate_ranks(
         total = geometry.scope_numbers(budget.scope)
         untouched = total - sum(entry.dense_numbers for entry in entries)
         if budget.bytes is None:
-            return Budget("budget.keep", budget.share, total, untouched + own_numbers)
+            return NumberBudget("budget.keep", budget.share, total, untouched + own_numbers)
         if manifest.quantize is not None and manifest.quantize.bits == "auto" and scores.curves is not None:
             saved = saved_outside(manifest, geometry)
             units = scope_units(geometry, budget.scope)
@@ -249,10 +249,10 @@ def allocate_ranks(
                 geometry.layers[layer].stored_bytes((role,)) for layer, role in claimed if role not in OUTER_ROLES
             )
             untouched_units = units - 8 * sum(inside) / geometry.bits
-            return Budget("budget.bytes", budget.bytes, units, untouched_units - saved + own_numbers)
+            return NumberBudget("budget.bytes", budget.bytes, units, untouched_units - saved + own_numbers)
         whole, reserved = numbers_of_bytes(manifest, geometry, claimed)
         own_numbers *= most_by_bits(manifest.quantize, geometry.bits)
-        return Budget("budget.bytes", budget.bytes, whole, reserved - beyond + untouched + own_numbers)
+        return NumberBudget("budget.bytes", budget.bytes, whole, reserved - beyond + untouched + own_numbers)
 
     return allocate(entries, shared) | _outer_ranks(methods, geometry)
 

@@ -78,7 +78,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Budget:
+class NumberBudget:
     """The share `keep` of `total` numbers, from the manifest's `field`; `reserved` of them are already used."""
 
     field: str
@@ -124,7 +124,7 @@ class Budget:
         )
 
 
-def allocate(entries: Sequence[Entry], shared: Callable[[float], Budget | None]) -> Chosen:
+def allocate(entries: Sequence[Entry], shared: Callable[[float], NumberBudget | None]) -> Chosen:
     """Map each task to its ranks. Entries with their own ranks, cache or `keep` come first; the others share a budget.
 
     `shared` returns that budget, if there is one, from the numbers that the former store. Tasks whose curves are
@@ -140,7 +140,7 @@ def allocate(entries: Sequence[Entry], shared: Callable[[float], Budget | None])
         elif entry.fixed:
             ranks, numbers = _counted(entry, {key: max(1, round(rank)) for key, rank in entry.targets(1.0).items()})
         elif entry.keep is not None:
-            ranks, numbers = _fit([entry], Budget(f"{entry.where}.keep", entry.keep, entry.dense_numbers, 0))
+            ranks, numbers = _fit([entry], NumberBudget(f"{entry.where}.keep", entry.keep, entry.dense_numbers, 0))
         else:
             sharing.append(entry)
             continue
@@ -155,7 +155,7 @@ def allocate(entries: Sequence[Entry], shared: Callable[[float], Budget | None])
     return {other: dict(ranks) for task, ranks in chosen.items() for other in followers.get(task, (task,))}
 
 
-def _required(budget: Budget | None, sharing: Sequence[Entry]) -> Budget:
+def _required(budget: NumberBudget | None, sharing: Sequence[Entry]) -> NumberBudget:
     if budget is None:
         without_size = ", ".join(entry.where for entry in sharing)
         raise InputError(
@@ -232,7 +232,7 @@ def fixed_numbers(entry: Entry) -> float:
     return _counted(entry, {key: max(1, round(rank)) for key, rank in entry.targets(1.0).items()})[1]
 
 
-def _fit(entries: Sequence[Entry], budget: Budget) -> tuple[Chosen, float]:
+def _fit(entries: Sequence[Entry], budget: NumberBudget) -> tuple[Chosen, float]:
     """Return the ranks of entries that share a budget, and the numbers that they store."""
     predicted = [entry for entry in entries if entry.prediction is not None]
     if not predicted:
@@ -246,7 +246,7 @@ def _fit(entries: Sequence[Entry], budget: Budget) -> tuple[Chosen, float]:
     return _by_loss([entry.prediction for entry in predicted if entry.prediction], entries, budget)
 
 
-def _by_loss(predictions: Sequence[Prediction], entries: Sequence[Entry], budget: Budget) -> tuple[Chosen, float]:
+def _by_loss(predictions: Sequence[Prediction], entries: Sequence[Entry], budget: NumberBudget) -> tuple[Chosen, float]:
     curves = [prediction.curves for prediction in predictions]
     if any(by_task is None for by_task in curves):
         least = sum(prediction.least for prediction in predictions)
@@ -274,7 +274,7 @@ def _by_cache(entry: Entry, prediction: Prediction, limit: float) -> tuple[Chose
     return _ranks(chosen), sum(stored_numbers(point) for point in chosen.values())
 
 
-def _by_ratio(entries: Sequence[Entry], budget: Budget) -> tuple[Chosen, float]:
+def _by_ratio(entries: Sequence[Entry], budget: NumberBudget) -> tuple[Chosen, float]:
     """Return the ranks at the largest common ratio whose stored numbers stay within the budget."""
     variables = [variable for entry in entries for variable in entry.variables]
     least = sum(variable.cost(variable.least) for variable in variables)

@@ -21,12 +21,12 @@ GOALS = {
     "keep": "share of the decoder's numbers that stays",
     "bytes": "share of the decoder's bytes that stays; ranks and bits are chosen together",
     "fit": "memory of the device that serves; the bytes of the weights follow from it",
-    "max_loss": "nats per token of divergence from the dense model; the smallest size within it is searched",
+    "max_loss": "nats per token of divergence from the dense model; the job finds the smallest size within it",
 }
 
 
 @dataclass(frozen=True)
-class Places:
+class JobPlaces:
     """The addresses of a job's files, and its text."""
 
     model: str
@@ -35,7 +35,7 @@ class Places:
     run_dir: str
 
 
-def commented_manifest(command: str, places: Places, goal: Goal, settings: Settings) -> str:
+def commented_manifest(command: str, places: JobPlaces, goal: Goal, settings: Settings) -> str:
     """Return the manifest as text. `command`: the command line that it comes from."""
     return "".join(f"{line}\n" for line in _lines(command, places, goal, settings))
 
@@ -46,7 +46,7 @@ def quoted(text: str) -> str:
     return text if plain else json.dumps(text, ensure_ascii=False)
 
 
-def _lines(command: str, places: Places, goal: Goal, settings: Settings) -> Iterator[str]:
+def _lines(command: str, places: JobPlaces, goal: Goal, settings: Settings) -> Iterator[str]:
     use = settings.text
     files = ", ".join(_text_fields(places.text))
     yield f"# Written by: {' '.join(command.split())}"

@@ -41,7 +41,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Choice:
+class RecipeChoice:
     """A recipe whose result fits, and the memory that its neighbours need at least.
 
     Attributes:
@@ -67,14 +67,14 @@ def recipes(fit: Fit, dtype_bits: int, rounds: bool, corrected: bool, mixture: b
     `rounds`: groups of scales fit the model. `corrected`: its layers can be corrected. `mixture`: it has experts.
     """
     solved = CORRECTED if corrected else SOLVED
-    rounds = rounds and (fit.engine, fit.device, dtype_bits) != ("vllm", "cpu", 32)  # its kernels want 16 bits
+    rounds = rounds and (fit.engine, fit.device, dtype_bits) != ("vllm", "cpu", 32)  # its kernels need 16 bits
     if fit.engine == "llama.cpp":
-        found = [Recipe("fewer and narrower experts", entries=(STOCK,))] if mixture else _of_llama_cpp()
+        listed = [Recipe("fewer and narrower experts", entries=(STOCK,))] if mixture else _of_llama_cpp()
     else:
-        found = _of_vllm(fit, solved) if fit.engine == "vllm" else _of_transformers(solved)
-    unrounded = [recipe for recipe in found if recipe.bits is None]
+        listed = _of_vllm(fit, solved) if fit.engine == "vllm" else _of_transformers(solved)
+    unrounded = [recipe for recipe in listed if recipe.bits is None]
     if rounds:
-        return found
+        return listed
     return unrounded if fit.engine == "llama.cpp" else [Recipe("ranks", entries=(solved,)), *unrounded]
 
 
@@ -120,15 +120,15 @@ def _of_llama_cpp() -> list[Recipe]:
     ]
 
 
-def choose_recipe(candidates: Sequence[Recipe], inputs_of: Callable[[Recipe, bool], Inputs]) -> Choice:
+def choose_recipe(candidates: Sequence[Recipe], inputs_of: Callable[[Recipe, bool], Inputs]) -> RecipeChoice:
     """Return the first recipe that fits.
 
     Where the cache takes more than the weights of a recipe that does not fit, smaller caches are tried before further
     steps of the weights.
 
     Args:
-        inputs_of: checks the job of a recipe; with True in hardly any memory. Raises DoesNotFitError, or InputError
-            for a model that the recipe does not take.
+        inputs_of: checks the job of a recipe; if the flag is True, in hardly any memory. Raises DoesNotFitError, or
+            InputError for a model that the recipe does not take.
 
     Raises DoesNotFitError with the smallest memory of any recipe, and InputError if no recipe takes the model.
     """
@@ -148,7 +148,7 @@ def choose_recipe(candidates: Sequence[Recipe], inputs_of: Callable[[Recipe, boo
             refused = refused or error
         else:
             better = next(reversed(too_large.items()), None)
-            return Choice(recipe, better, _cheaper(recipe, ordered, inputs_of))
+            return RecipeChoice(recipe, better, _cheaper(recipe, ordered, inputs_of))
     assert refused is not None
     raise refused
 

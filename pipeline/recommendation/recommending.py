@@ -24,9 +24,9 @@ from pipeline.inputs.fitting import DoesNotFitError, least_measured, shown_bytes
 from pipeline.inputs.job_inputs import Inputs, layer_dtype, read_inputs
 from pipeline.inputs.sources import open_dense
 from pipeline.job.plan_report import RateSource, plan_report, serving_line
-from pipeline.recommendation.commented_manifest import Places, commented_manifest
+from pipeline.recommendation.commented_manifest import JobPlaces, commented_manifest
 from pipeline.recommendation.nodes import Node, cluster_nodes, this_machine
-from pipeline.recommendation.recipes import Choice, Recipe, choose_recipe, recipes
+from pipeline.recommendation.recipes import Recipe, RecipeChoice, choose_recipe, recipes
 from pipeline.recommendation.settings import ACTIVATION_GB, USUAL_SHARE, Goal, Settings, choose_settings
 from pipeline.recommendation.text_use import TextUse, choose_text_use, text_remarks
 from pipeline.recommendation.verdict import Verdict
@@ -96,7 +96,7 @@ def _trial_settings(use: TextUse) -> Settings:
     return Settings(use, shards=1, micro_batch=1, workers=1, cpus=1, gpus=0, activation_gb=ACTIVATION_GB)
 
 
-def _choose(goal: Goal, geometry: Geometry, inputs_of: Callable[[Goal], Inputs]) -> Choice:
+def _choose(goal: Goal, geometry: Geometry, inputs_of: Callable[[Goal], Inputs]) -> RecipeChoice:
     """Choose the recipe for a memory. Raises InputError if nothing fits, or the model fits as it is."""
     fit = goal.fit
     assert fit is not None
@@ -129,7 +129,7 @@ def _choose(goal: Goal, geometry: Geometry, inputs_of: Callable[[Goal], Inputs])
     return replace(choice, better=("the model as it is", needed))
 
 
-def _choice_lines(choice: Choice | None, report: Mapping[str, Any]) -> tuple[str, ...]:
+def _choice_lines(choice: RecipeChoice | None, report: Mapping[str, Any]) -> tuple[str, ...]:
     if choice is None:
         return ()
     return (f"chose  {choice.recipe.label}: {serving_line(report['serving'])}", f"next   {choice.line()}")
@@ -170,10 +170,10 @@ def _channels(geometry: Geometry) -> int:
     return max((block.width for layer in geometry.layers for block in layer.mlps), default=geometry.hidden)
 
 
-def _places(request: Request, goal: Goal) -> Places:
+def _places(request: Request, goal: Goal) -> JobPlaces:
     name = PurePath(request.model.rstrip("/")).name or "model"
     output = str(PurePath(request.folder, f"{name}-{goal.label}"))
-    return Places(request.model, request.text, output, f"{output}.run")
+    return JobPlaces(request.model, request.text, output, f"{output}.run")
 
 
 def _parsed(text: str) -> Manifest:

@@ -103,7 +103,7 @@ def choose_text_use(
 
 
 def text_remarks(tokenizer: PreTrainedTokenizerBase, read: ReadText) -> list[str]:
-    """Return the lines about what is left out of a text, and about text that is not as the model will read it."""
+    """Return the lines about what is left out of a text, and a remark on text unlike what the model will read."""
     documents = sum(each.documents for each in read.readings)
     conversations = sum(each.conversations for each in read.readings)
     if not tokenizer.chat_template or 2 * conversations >= documents:
@@ -112,7 +112,7 @@ def text_remarks(tokenizer: PreTrainedTokenizerBase, read: ReadText) -> list[str
 
 
 def shortened(use: TextUse, length: int) -> TextUse:
-    """Return the use with samples of `length`, and as many more of them as keeps the tokens, if the text has them."""
+    """Return the use with samples of `length`, and with as many tokens in all, if the text has them."""
     samples = min(use.samples * use.length // length, use.available // (length - use.prefix))
     return TextUse(use.end, length, samples, use.available, use.prefix)
 

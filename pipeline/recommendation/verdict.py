@@ -15,7 +15,7 @@ from pipeline.recommendation.settings import USUAL_SHARE, Goal
 class Verdict:
     """The plan of a job, its goal, the engines that will load its output, and remarks on its text.
 
-    `serving`: lines about the engines, as in the plan. `choice`: lines about what was chosen for a memory.
+    `serving`: lines about the engines, as in the plan. `choice`: lines about the recipe for a memory.
     """
 
     plan: Mapping[str, Any]

@@ -58,9 +58,8 @@ STYLE: dict[Any, Any] = {  # matplotlib's types list every name
 
 @dataclass(frozen=True)
 class Plot:
-    """An SVG element, the section of the page that it belongs to, and a caption."""
+    """An SVG element and a caption."""
 
-    section: str
     svg: str
     caption: str
 
@@ -70,9 +69,7 @@ def depth_colour(share: float) -> str:
     return to_hex(DEPTHS(share))
 
 
-def draw(
-    section: str, name: str, caption: str, plot: Callable[[Axes], None], height_inches: float = HEIGHT_INCHES
-) -> Plot:
+def draw(name: str, caption: str, plot: Callable[[Axes], None], height_inches: float = HEIGHT_INCHES) -> Plot:
     """Draw one plot. `name` begins its SVG identifiers, so that a page can hold several plots."""
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained")
@@ -81,7 +78,7 @@ def draw(
         content = io.StringIO()
         # `savefig` would draw a figure with a layout twice. All grounds are transparent by STYLE.
         canvas.print_svg(content, metadata={"Title": caption, "Date": None, "Creator": None})
-    return Plot(section, _element(content.getvalue(), name), caption)
+    return Plot(_element(content.getvalue(), name), caption)
 
 
 def by_layer(axes: Axes, layers: int, label: str) -> None:

@@ -141,4 +141,4 @@ def _heat_map(name: str, values: ByExpert, logarithmic: bool, label: str, captio
         axes.yaxis.set_major_locator(MaxNLocator(nbins=12, integer=True))
         axes.set_title(f"experts: {label}")
 
-    return draw("ranks", f"experts-{name}", caption, plot, HEIGHT_INCHES)
+    return draw(f"experts-{name}", caption, plot, HEIGHT_INCHES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -26,23 +26,20 @@ from pipeline.reporting.drawing import (
 )
 from pipeline.reporting.experts import expert_plots
 from pipeline.reporting.run_data import Run
-from pipeline.reporting.time_figures import time_plots
+from pipeline.reporting.time_figures import commits, memory, phases, timeline, tokens
 
 MEBI = 2**20
 WITH_LEGEND_INCHES = 3.1  # the height of a plot with a legend below
 
 
-def all_plots(run: Run) -> list[Plot]:
-    """Draw all plots, in the order of the page."""
-    plots = [_importance(run), *expert_plots(run, _chosen_losses(run)), *_ranks(run), _stored(run), *_curves(run)]
-    plots += [_predicted_loss(run), _errors(run), _refinement(run), _healing(run), *_spectra(run), _conditions(run)]
-    plots += time_plots(run)
-    return [plot for plot in plots if plot is not None]
+def plots_of(run: Run, section: str) -> list[Plot]:
+    """Draw the plots of a section of the page, a key of `PLOTS`."""
+    return [plot for plots in PLOTS[section] for plot in plots(run)]
 
 
-def _importance(run: Run) -> Plot | None:
+def _importance(run: Run) -> list[Plot]:
     if not run.importance:
-        return None
+        return []
     layers = sorted(run.importance)
 
     def plot(axes: Axes) -> None:
@@ -51,7 +48,7 @@ def _importance(run: Run) -> Plot | None:
         axes.set_title("importance")
 
     caption = "Each layer's share of the change of direction of hidden states on calibration text. Ranks follow it."
-    return draw("ranks", "importance", caption, plot)
+    return [draw("importance", caption, plot)]
 
 
 def _ranks(run: Run) -> list[Plot]:
@@ -80,12 +77,12 @@ def _rank_plot(run: Run, method: int, group: str, name: str, rank_by_layer: Mapp
 
     method_name = build_methods(run.manifest)[int(method)].name
     caption = f"Rank of {title} ({method_name}) in each layer. The dashed line is the full rank."
-    return draw("ranks", f"rank-{method}-{group}-{name}", caption, plot)
+    return draw(f"rank-{method}-{group}-{name}", caption, plot)
 
 
-def _stored(run: Run) -> Plot | None:
+def _stored(run: Run) -> list[Plot]:
     if not run.layers:
-        return None
+        return []
     layers = sorted(run.layers)
     stored = {layer: _by_shown_group(run.stored_bytes(layer)) for layer in layers}
     names = {group for by_group in stored.values() for group in by_group}
@@ -99,7 +96,7 @@ def _stored(run: Run) -> Plot | None:
         legend_below(axes, 4)
 
     caption = "Bytes that each compressed layer stores, by group. The dashed line is a layer of the source."
-    return draw("ranks", "stored", caption, plot, WITH_LEGEND_INCHES)
+    return [draw("stored", caption, plot, WITH_LEGEND_INCHES)]
 
 
 def _stack(axes: Axes, layers: Sequence[int], heights_by_group: Mapping[str, Sequence[float]]) -> None:
@@ -135,7 +132,7 @@ def _curve_plot(run: Run, group: str, tasks: list[str]) -> Plot:
         axes.set_title(f"predicted loss of {group}")
 
     caption = f"Predicted loss of {group} by stored numbers, a line for each layer. A dot is the chosen size."
-    return draw("curves", f"curves-{group}", caption, plot)
+    return draw(f"curves-{group}", caption, plot)
 
 
 def _label_lines_by_depth(axes: Axes, run: Run, x_label: str, y_label: str) -> None:
@@ -165,10 +162,10 @@ def chosen_point(run: Run, task: str) -> int | None:
     return next((i for i in indices if all(curve.ranks[name][i] == rank for name, rank in ranks.items())), None)
 
 
-def _predicted_loss(run: Run) -> Plot | None:
+def _predicted_loss(run: Run) -> list[Plot]:
     chosen = _chosen_losses(run)
     if not chosen:
-        return None
+        return []
     layers = sorted({read_task_key(task).layer for task in chosen})
     groups = sorted({_shown(read_task_key(task).group) for task in chosen})
     loss = {group: dict.fromkeys(layers, 0.0) for group in groups}
@@ -183,7 +180,7 @@ def _predicted_loss(run: Run) -> Plot | None:
         legend_below(axes, 4)
 
     caption = "Predicted loss of the chosen sizes, by layer and group."
-    return draw("curves", "predicted-loss", caption, plot, WITH_LEGEND_INCHES)
+    return [draw("predicted-loss", caption, plot, WITH_LEGEND_INCHES)]
 
 
 def _chosen_losses(run: Run) -> dict[str, float]:
@@ -204,18 +201,18 @@ def _by_shown_group(values: Mapping[str, int]) -> dict[str, int]:
     return totals
 
 
-def _errors(run: Run) -> Plot | None:
+def _errors(run: Run) -> list[Plot]:
     errors = _figures(run, "error")
     if not any(value > 0 for values in errors.values() for value in values.values()):
-        return None
+        return []
     caption = "Relative squared error of each group: 1 minus its kept energy. It is zero at full rank."
-    return _line_plot(run, "errors", "relative squared error", errors, caption)
+    return [_line_plot(run, "errors", "relative squared error", errors, caption)]
 
 
-def _refinement(run: Run) -> Plot | None:
+def _refinement(run: Run) -> list[Plot]:
     refined = {layer: entry.refined for layer, entry in sorted(run.layers.items()) if entry.refined is not None}
     if not refined:
-        return None
+        return []
     lines = {
         "held-out, before": {layer: figures.before for layer, figures in refined.items()},
         "held-out, after": {layer: figures.after for layer, figures in refined.items()},
@@ -223,12 +220,12 @@ def _refinement(run: Run) -> Plot | None:
         "training, after": {layer: figures.train_after for layer, figures in refined.items()},
     }
     caption = "Error of each layer's outputs, relative to the dense layer's, before and after refinement."
-    return _line_plot(run, "refinement", "error before and after refinement", lines, caption)
+    return [_line_plot(run, "refinement", "error before and after refinement", lines, caption)]
 
 
-def _healing(run: Run) -> Plot | None:
+def _healing(run: Run) -> list[Plot]:
     if (curve := run.healing) is None:
-        return None
+        return []
 
     def plot(axes: Axes) -> None:
         axes.plot(curve.steps, curve.divergences, color=SERIES[0], marker=MARKERS[0])
@@ -239,15 +236,15 @@ def _healing(run: Run) -> Plot | None:
         axes.set_title("divergence while healing")
 
     caption = "Divergence from the dense model on held-out text, by step of the healing. The best weights are kept."
-    return draw("errors", "healing", caption, plot)
+    return [draw("healing", caption, plot)]
 
 
-def _conditions(run: Run) -> Plot | None:
+def _conditions(run: Run) -> list[Plot]:
     conditions = _figures(run, "condition")
     if not conditions:
-        return None
+        return []
     caption = "Condition number of the linear system of each group. The table lists fallbacks."
-    return _line_plot(run, "conditions", "condition number", conditions, caption)
+    return [_line_plot(run, "conditions", "condition number", conditions, caption)]
 
 
 def _spectra(run: Run) -> list[Plot]:
@@ -279,7 +276,7 @@ def _spectrum_plot(run: Run, line: str, values: Mapping[int, tuple[Sequence[floa
         axes.set_title(f"spectrum of {line}")
 
     caption = f"Share of the energy of {line} beyond a rank, a line for each layer. A dot is the chosen rank."
-    return draw("errors", f"spectrum-{line.replace(': ', '-')}", caption, plot)
+    return draw(f"spectrum-{line.replace(': ', '-')}", caption, plot)
 
 
 def _figures(run: Run, suffix: str) -> dict[str, dict[int, float]]:
@@ -305,4 +302,17 @@ def _line_plot(run: Run, name: str, label: str, lines: Mapping[str, Mapping[int,
         axes.set_title(label)
         legend_below(axes, 3)
 
-    return draw("errors", name, caption, plot, WITH_LEGEND_INCHES)
+    return draw(name, caption, plot, WITH_LEGEND_INCHES)
+
+
+def _experts(run: Run) -> list[Plot]:
+    return expert_plots(run, _chosen_losses(run))
+
+
+# Section of the page -> the functions that draw its plots, in order. One without data draws none.
+PLOTS: Mapping[str, tuple[Callable[[Run], list[Plot]], ...]] = {
+    "Ranks": (_importance, _experts, _ranks, _stored),
+    "Loss curves": (_curves, _predicted_loss),
+    "Errors and conditions": (_errors, _refinement, _healing, _spectra, _conditions),
+    "Time": (commits, timeline, tokens, memory, phases),
+}

@@ -11,7 +11,7 @@ from pipeline.evaluation.losses import all_warnings, shown_perplexity
 from pipeline.methods.registry import layers_of
 from pipeline.reporting import tables
 from pipeline.reporting.drawing import Plot
-from pipeline.reporting.figures import all_plots, chosen_point
+from pipeline.reporting.figures import chosen_point, plots_of
 from pipeline.reporting.run_data import Run
 from pipeline.reporting.style import STYLE
 
@@ -28,28 +28,20 @@ KEPT = {
 
 def render(run: Run) -> str:
     """Render the whole file. The same run gives the same bytes with the same versions of the libraries."""
-    plots = all_plots(run)
     log = f"<pre>{escape(chr(10).join(run.log))}</pre>" if run.log else ""
     sections = [
         section("What is kept", tables.kept(run), tables.scores(run), tables.texts(run)),
-        section("Ranks", figures(plots, "ranks")),
-        section(
-            "Loss curves",
-            figures(plots, "curves"),
-            tables.expected(run),
-            _folded("Chosen points", tables.predictions(run)),
+        _section_with_plots(run, "Ranks"),
+        _section_with_plots(
+            run, "Loss curves", tables.expected(run), _folded("Chosen points", tables.predictions(run))
         ),
-        section(
+        _section_with_plots(
+            run,
             "Errors and conditions",
-            figures(plots, "errors"),
             _folded("Refinement", tables.refinement(run)),
             _folded("All layers", tables.layers(run)),
         ),
-        section(
-            "Time",
-            figures(plots, "time"),
-            _block("beside", (tables.seconds(run), tables.units(run), tables.peaks(run))),
-        ),
+        _section_with_plots(run, "Time", _block("beside", (tables.seconds(run), tables.units(run), tables.peaks(run)))),
         section("Plan and measurement", tables.plan_and_measurement(run)),
         section(
             "Provenance",
@@ -119,15 +111,18 @@ def section(title: str, *parts: str) -> str:
     return f"<section><h2>{escape(title)}</h2>\n{content}\n</section>\n" if content else ""
 
 
-def figures(plots: Sequence[Plot], section: str) -> str:
-    """Render the plots of a section, with captions."""
+def _section_with_plots(run: Run, title: str, *parts: str) -> str:
+    return section(title, figures(plots_of(run, title)), *parts)
+
+
+def figures(plots: Sequence[Plot]) -> str:
+    """Render plots with their captions."""
     return _block(
         "plots",
         [
             f'<figure role="img" aria-label="{escape(plot.caption)}">{plot.svg}<figcaption>{escape(plot.caption)}'
             "</figcaption></figure>"
             for plot in plots
-            if plot.section == section
         ],
     )
 

@@ -127,7 +127,7 @@ class Run:
 
 
 def read_run(place: Place) -> Run:
-    """Read a run directory. Raises InputError if `place` is none, or is of another version."""
+    """Read a run directory. Raises InputError if there is none, or one of another version."""
     run_dir = existing_run(place)
     storage, manifest = run_dir.storage, run_dir.read_manifest()
     if manifest is None:

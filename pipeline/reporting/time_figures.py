@@ -37,19 +37,15 @@ SHOWN_WORKERS = 32
 JOINED = 1 / 400  # gaps below this share of the whole are not drawn
 
 
-def time_plots(run: Run) -> list[Plot | None]:
-    """Draw the plots over time, in the order of the page; None for a plot without data."""
-    return [_commits(run), *([_timeline(run), _tokens(run), _memory(run)] if run.units else []), _phases(run)]
-
-
-def _commits(run: Run) -> Plot | None:
+def commits(run: Run) -> list[Plot]:
+    """Draw the layers that were committed, by time."""
     times: dict[str, list[float]] = {}
     for time, key in run.commits:
         kind, slash, _ = key.partition("/")
         if kind in COMMITTED and slash:
             times.setdefault(kind, []).append(time)
     if not times:
-        return None
+        return []
     all_times = [time for kind_times in times.values() for time in kind_times]
     start = min(all_times)
     unit_s, unit_name = _time_unit(max(all_times) - start)
@@ -68,13 +64,14 @@ def _commits(run: Run) -> Plot | None:
         legend_below(axes, 3)
 
     caption = "Time of the latest commit of each layer. A flat stretch is a wait or an interruption."
-    return draw("time", "commits", caption, plot, height_inches=3.1)
+    return [draw("commits", caption, plot, height_inches=3.1)]
 
 
-def _phases(run: Run) -> Plot | None:
+def phases(run: Run) -> list[Plot]:
+    """Draw the seconds of each phase."""
     phases = (run.summary or {}).get("seconds", {}).get("phases", {})
     if not phases:
-        return None
+        return []
 
     def plot(axes: Axes) -> None:
         names = list(phases)[::-1]
@@ -86,10 +83,13 @@ def _phases(run: Run) -> Plot | None:
         axes.set_xlabel("seconds")
         axes.set_title("seconds by phase")
 
-    return draw("time", "phases", "Wall time of the last run, by phase.", plot, 1.0 + 0.28 * len(phases))
+    return [draw("phases", "Wall time of the last run, by phase.", plot, 1.0 + 0.28 * len(phases))]
 
 
-def _timeline(run: Run) -> Plot:
+def timeline(run: Run) -> list[Plot]:
+    """Draw the units of each worker, by time."""
+    if not run.units:
+        return []
     start, span_s = _span(run.units)
     unit_s, unit_name = _time_unit(span_s)
     workers = sorted({line["worker"] for line in run.units})
@@ -118,7 +118,7 @@ def _timeline(run: Run) -> Plot:
         "Units of each worker. Narrow bars are sums and writes in its second thread. A gap is idle time "
         f"({idle:.0%} of the time from first to last unit)."
     )
-    return draw("time", "timeline", caption, plot, 1.6 + 0.2 * min(len(workers), SHOWN_WORKERS))
+    return [draw("timeline", caption, plot, 1.6 + 0.2 * min(len(workers), SHOWN_WORKERS))]
 
 
 def joined_bars(
@@ -143,9 +143,10 @@ def joined_bars(
     return bars
 
 
-def _tokens(run: Run) -> Plot | None:
+def tokens(run: Run) -> list[Plot]:
+    """Draw the calibration tokens per second, by time."""
     if not any(line["tokens"] for line in run.units):
-        return None
+        return []
     start, span_s = _span(run.units)
     unit_s, unit_name = _time_unit(span_s)
     bin_s = span_s / BINS
@@ -161,10 +162,13 @@ def _tokens(run: Run) -> Plot | None:
         axes.set_ylabel("tokens / s")
         axes.set_title("tokens per second")
 
-    return draw("time", "tokens", "Calibration tokens per second through a layer, of all workers together.", plot)
+    return [draw("tokens", "Calibration tokens per second through a layer, of all workers together.", plot)]
 
 
-def _memory(run: Run) -> Plot:
+def memory(run: Run) -> list[Plot]:
+    """Draw the largest memory of a worker, by time."""
+    if not run.units:
+        return []
     start, span_s = _span(run.units)
     unit_s, unit_name = _time_unit(span_s)
     times, highest = [0.0], [0.0]
@@ -183,7 +187,7 @@ def _memory(run: Run) -> Plot:
         axes.set_title("largest memory of a worker")
         axes.legend(loc="lower right")
 
-    return draw("time", "memory", "The largest memory of any worker so far, beside the plan's.", plot)
+    return [draw("memory", "The largest memory of any worker so far, beside the plan's.", plot)]
 
 
 def _span(units: Sequence[Mapping[str, Any]]) -> tuple[float, float]:

@@ -36,7 +36,7 @@ Reads = Mapping[str, str]  # role -> the point that its dense matrix reads: `Lay
 RIDGE = 1e-6  # of the latents' mean moment, towards the previous second factor
 
 
-class Matrix(NamedTuple):
+class SolutionMatrix(NamedTuple):
     """A matrix to be rounded: its key, the roles that it serves, and the key of the factor whose output it reads."""
 
     key: str
@@ -260,7 +260,7 @@ def fitting_group(columns: int, group: int | None) -> int | None:
     return common
 
 
-def rounded_matrices(solution: Solution, skip: Sequence[str]) -> list[Matrix]:
+def rounded_matrices(solution: Solution, skip: Sequence[str]) -> list[SolutionMatrix]:
     """Return the matrices of a solution to round, with first factors before the matrices that read their outputs."""
     matrices = []
     for key in sorted(key for key, tensor in solution.tensors.items() if tensor.ndim > 1):
@@ -271,11 +271,11 @@ def rounded_matrices(solution: Solution, skip: Sequence[str]) -> list[Matrix]:
         if not roles or any(is_skipped(role, skip) for role in roles):
             continue
         if part in ("weight", FIRST, ROWS):
-            matrices.append(Matrix(key, roles))
+            matrices.append(SolutionMatrix(key, roles))
         elif part == COEFFICIENTS:
-            matrices.append(Matrix(key, roles, f"{owner}.{ROWS}"))
+            matrices.append(SolutionMatrix(key, roles, f"{owner}.{ROWS}"))
         elif part == SECOND:
-            matrices.append(Matrix(key, roles, f"{_owner_of_first(owner, solution)}.{FIRST}"))
+            matrices.append(SolutionMatrix(key, roles, f"{_owner_of_first(owner, solution)}.{FIRST}"))
     return sorted(matrices, key=lambda matrix: matrix.behind is not None)
 
 
@@ -287,7 +287,11 @@ def _owner_of_first(role: str, solution: Solution) -> str:
 
 
 def _as_read(
-    matrix: Matrix, solution: Solution, moments: Mapping[Moment, Tensor], by_key: Mapping[str, Rounded], reads: Reads
+    matrix: SolutionMatrix,
+    solution: Solution,
+    moments: Mapping[Moment, Tensor],
+    by_key: Mapping[str, Rounded],
+    reads: Reads,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the weight to round, and the moment of its input, float64, or None."""
     weight_OI = solution.tensors[matrix.key]
@@ -305,7 +309,7 @@ def _as_read(
 
 
 def _sections(
-    matrix: Matrix, solution: Solution, moments: Mapping[Moment, Tensor], outputs: Mapping[str, Moment]
+    matrix: SolutionMatrix, solution: Solution, moments: Mapping[Moment, Tensor], outputs: Mapping[str, Moment]
 ) -> tuple[OutputFeedback, ...] | None:
     """Return the feedback of a matrix's outputs. None if its moment is unknown, or its rows are no dense outputs."""
     role = matrix.roles[0]
@@ -325,10 +329,10 @@ def _error(weight_OI: Tensor, rounded: Rounded, moment_II: Tensor | None) -> flo
 
 
 def _reading_the_same(
-    matrices: Sequence[Matrix], solution: Solution, weights: Weights, reads: Reads
-) -> list[list[Matrix]]:
+    matrices: Sequence[SolutionMatrix], solution: Solution, weights: Weights, reads: Reads
+) -> list[list[SolutionMatrix]]:
     """Group matrices that can be rounded together: of the same dtype, with the same moment of their inputs."""
-    groups: dict[Any, list[Matrix]] = {}
+    groups: dict[Any, list[SolutionMatrix]] = {}
     for matrix in matrices:
         tensor, point = solution.tensors[matrix.key], _read_by(matrix, solution, reads)
         dtypes = tensor.dtype, stored_dtype(matrix.key, tensor, weights, solution.forms)
@@ -336,7 +340,7 @@ def _reading_the_same(
     return list(groups.values())
 
 
-def _read_by(matrix: Matrix, solution: Solution, reads: Reads) -> Moment | None:
+def _read_by(matrix: SolutionMatrix, solution: Solution, reads: Reads) -> Moment | None:
     """Return the moment of a matrix's input, if it was summed on calibration text."""
     role = matrix.roles[0]
     own = matrix.behind is not None or role in solution.inputs

@@ -8,7 +8,7 @@ from typing import NamedTuple
 TOLERANCE = 0.01  # share of the dense model's bytes by which a point of another curve may be larger
 
 
-class Point(NamedTuple):
+class PlotPoint(NamedTuple):
     """A size as a share of the dense model's, the loss at it, and the curve of the point."""
 
     size: float
@@ -16,7 +16,7 @@ class Point(NamedTuple):
     curve: str = ""
 
 
-def front(points: Sequence[Point], tolerance: float = TOLERANCE) -> frozenset[int]:
+def front(points: Sequence[PlotPoint], tolerance: float = TOLERANCE) -> frozenset[int]:
     """Return the indices of the points that no other point beats.
 
     A point beats another if neither its size nor its loss is larger, and one of them is smaller. A point of another
@@ -27,7 +27,7 @@ def front(points: Sequence[Point], tolerance: float = TOLERANCE) -> frozenset[in
     )
 
 
-def _beats(other: Point, point: Point, tolerance: float) -> bool:
+def _beats(other: PlotPoint, point: PlotPoint, tolerance: float) -> bool:
     if other.size <= point.size:
         return other.loss <= point.loss and (other.size, other.loss) != (point.size, point.loss)
     return other.curve != point.curve and other.size <= point.size + tolerance and other.loss < point.loss

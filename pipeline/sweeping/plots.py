@@ -11,7 +11,7 @@ from matplotlib.ticker import PercentFormatter
 
 from manifests.records import INFINITY
 from pipeline.reporting.drawing import DASHES, GRID, INK, MARKERS, SERIES, Plot, draw, legend_below, make_logarithmic
-from pipeline.sweeping.front import TOLERANCE, Point, front
+from pipeline.sweeping.front import TOLERANCE, PlotPoint, front
 
 SIZES = {"bytes": "bytes of the checkpoint", "cache": "bytes of the cache per token"}
 LOSSES = {"perplexity": "perplexity", "loss_over_dense": "loss over dense, nats per token", "divergence": "divergence"}
@@ -54,7 +54,7 @@ def _plot(results: Mapping[str, Any], size: str, loss: str) -> Plot:
             colour, marker = SERIES[place % len(SERIES)], MARKERS[place % len(MARKERS)]
             dash = DASHES[place // len(SERIES) % len(DASHES)]
             axes.plot(*_columns(sorted(points)), color=colour, marker=marker, linestyle=dash, label=name)
-        measured = [Point(*point, name) for name, points in lines.items() for point in points]
+        measured = [PlotPoint(*point, name) for name, points in lines.items() for point in points]
         best = sorted(measured[place][:2] for place in front(measured))
         ring: dict[str, Any] = {"marker": "o", "markersize": 9.0, "fillstyle": "none", "color": INK}
         axes.plot(*_columns(best), linestyle="none", label=RING, **ring)
@@ -75,7 +75,7 @@ def _plot(results: Mapping[str, Any], size: str, loss: str) -> Plot:
         "size."
     ) + (" Healed points are not compared in this." if healed else "")
     legend_rows = math.ceil((len(lines) + len(healed) + 1) / 2)
-    return draw(size, f"{loss}-{size}", caption, plot, AXES_INCHES + LEGEND_ROW_INCHES * legend_rows)
+    return draw(f"{loss}-{size}", caption, plot, AXES_INCHES + LEGEND_ROW_INCHES * legend_rows)
 
 
 def _healed_lines(results: Mapping[str, Any], size: str, loss: str) -> dict[str, list[tuple[float, float]]]:

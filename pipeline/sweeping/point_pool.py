@@ -35,7 +35,7 @@ class PointPool:
 
     @property
     def seconds(self) -> dict[str, list[float]]:
-        """Kind of unit -> [units, seconds, of these inside products]."""
+        """Kind of unit -> [units, seconds, seconds inside products]."""
         return self.whole.seconds
 
     @property

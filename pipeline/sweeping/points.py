@@ -12,7 +12,7 @@ from typing import Any
 
 from manifests.errors import InputError
 from manifests.schema import Budget, Manifest
-from manifests.sweep import Point
+from manifests.sweep import SweepPoint
 from pipeline.driver.job_spec import CalibrationPasses, needs_both_models, passes_of
 from pipeline.driver.ledger_keys import point_part
 from pipeline.inputs.fingerprint import semantic_fields
@@ -35,7 +35,7 @@ class SweptPoint:
         curves_digest: digest of everything that decides its curves, which is all but the size and `refine`.
     """
 
-    point: Point
+    point: SweepPoint
     inputs: Inputs
     first: int
     digest: str
@@ -66,7 +66,7 @@ class SharedInputs(Inputs):
         return passes_of(self.manifest, self.methods, self.tasks, self.geometry.hidden, gradients=True)
 
 
-def read_points(points: Sequence[Point], weights: bool = True) -> tuple[SweptPoint, ...]:
+def read_points(points: Sequence[SweepPoint], weights: bool = True) -> tuple[SweptPoint, ...]:
     """Check every point against the model, whose headers are read once.
 
     `weights`: also download the weights of a hub id, once all checks have passed.
@@ -78,7 +78,7 @@ def read_points(points: Sequence[Point], weights: bool = True) -> tuple[SweptPoi
 
 
 def _check_points(
-    points: Sequence[Point], source: SourceCheckpoint, config: Mapping[str, Any]
+    points: Sequence[SweepPoint], source: SourceCheckpoint, config: Mapping[str, Any]
 ) -> tuple[SweptPoint, ...]:
     checked: list[Inputs] = []
     faults: dict[str, list[str]] = {}

@@ -21,7 +21,7 @@ from pipeline.job.context import JobContext
 from pipeline.job.output_scores import dense_score_key, dense_task_key
 from pipeline.job.prediction import ENOUGH
 from pipeline.ranks.calibration import CalibratedLoss
-from pipeline.sweeping.front import Point, front
+from pipeline.sweeping.front import PlotPoint, front
 from pipeline.sweeping.healed_rows import HEADINGS, HEALED_COLUMNS, healed_cell, healed_columns
 from pipeline.sweeping.plots import SIZES, series_name
 from pipeline.sweeping.point_tasks import task_figures
@@ -58,7 +58,7 @@ def sweep_results(sweep: SweepContext) -> dict[str, Any]:
     for row, calibrated in zip(rows, calibrated_losses(rows), strict=True):
         row["calibrated_loss"] = calibrated
     for size in SIZES:
-        best = front([Point(row[f"{size}_kept"], _loss(row), series_name(row)) for row in rows])
+        best = front([PlotPoint(row[f"{size}_kept"], _loss(row), series_name(row)) for row in rows])
         for place, row in enumerate(rows):
             row[f"best_by_{size}"] = place in best
     return {

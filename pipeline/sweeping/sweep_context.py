@@ -18,7 +18,7 @@ from manifests.entries import PointEntry, PointsEntry
 from manifests.errors import InputError
 from manifests.records import SourceFile
 from manifests.strict_yaml import write_yaml
-from manifests.sweep import SWEEP_VERSION, Point, Sweep
+from manifests.sweep import SWEEP_VERSION, Sweep, SweepPoint
 from pipeline.checkpoint.compression_record import quick_faults
 from pipeline.checkpoint.counting import source_sizes
 from pipeline.checkpoint.output_directory import OutputFiles, claim_files, claim_output, survey_output
@@ -159,7 +159,7 @@ class SweepContext:
 @contextmanager
 def open_sweep(
     sweep: Sweep,
-    points: tuple[Point, ...],
+    points: tuple[SweepPoint, ...],
     *,
     fresh: bool,
     stop: threading.Event,

@@ -28,8 +28,9 @@ FIGURES = {
 
 def render_sweep(results: Mapping[str, Any]) -> str:
     """Render the whole file."""
-    plots, name = list(sweep_plots(results).values()), PurePosixPath(results["model"]).name
-    parts = [section(f"By {label}", figures(plots, size)) for size, label in SIZES.items()]
+    plots, name = sweep_plots(results), PurePosixPath(results["model"]).name
+    by_size = {size: [plot for key, plot in plots.items() if key.endswith(f"-{size}")] for size in SIZES}
+    parts = [section(f"By {label}", figures(by_size[size])) for size, label in SIZES.items()]
     missing = f"; missing: {', '.join(results['missing'])}" if results["missing"] else ""
     lines = "".join(f"<p>{escape(line)}</p>" for line in text_lines(results))
     count = f"{len(results['points'])} points{escape(missing)}"

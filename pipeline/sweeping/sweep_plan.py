@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from manifests.sweep import Point, Sweep
+from manifests.sweep import Sweep, SweepPoint
 from pipeline.checkpoint.planned_size import bounded_plan, plan_of
 from pipeline.console.eta import Eta, PlannedPhase
 from pipeline.cost_model.estimate import Plan
@@ -35,7 +35,7 @@ from pipeline.sweeping.points import SharedInputs, SweptPoint, read_points, seri
 SHARED = ("start", "texts", "statistics", "reduce", "gradient")  # phases that all points share
 
 
-def sweep_report(sweep: Sweep, points: tuple[Point, ...], request: RateSource) -> dict[str, Any]:
+def sweep_report(sweep: Sweep, points: tuple[SweepPoint, ...], request: RateSource) -> dict[str, Any]:
     """Return the plan as JSON: shared amounts, seconds by phase, and `points`. Raises InputError."""
     swept = read_points(points, weights=False)
     shared = shared_inputs(swept, sweep.output)
@@ -157,7 +157,7 @@ def _healing(inputs: Inputs) -> HealingWork | None:
     return healing_work(inputs.manifest, inputs.geometry, share, inputs.dtype.itemsize)
 
 
-@lru_cache(maxsize=256)  # the plan of a point is wanted in several places
+@lru_cache(maxsize=256)  # the plan of a point is needed in several places
 def _plan(inputs: Inputs) -> Plan:
     return bounded_plan(inputs) if isinstance(inputs, SharedInputs) else plan_of(inputs)
 

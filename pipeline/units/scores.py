@@ -121,7 +121,7 @@ class Score(Replaying):
 
 @dataclass(frozen=True)
 class Teach(Score):
-    """Stores what a distillation loss needs of the model's logits on one shard of windows.
+    """Stores the model's distribution on one shard of windows, for a distillation loss.
 
     The result is the record of the rows (windows, scored tokens, bytes), see `pipeline.kernels.teacher_rows`. Fields as
     in `Score`.

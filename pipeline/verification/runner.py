@@ -68,7 +68,7 @@ def verify(output: Place, source: str | None, bound: float | None = None) -> Ite
     yield _guarded("values", output_checks.check_values, checkpoint, compression)
     yield _guarded("counts", output_checks.check_counts, checkpoint, config, compression, original, standard)
     if original is not None:
-        pair = source_checks.Pair(original, standard, checkpoint, config, compression)
+        pair = source_checks.SourceAndOutput(original, standard, checkpoint, config, compression)
         yield _guarded("source", source_checks.check_source, pair)
         yield _guarded("coverage", source_checks.check_coverage, pair)
         yield _guarded("logits", source_checks.check_logits, pair, bound)
@@ -100,7 +100,7 @@ def _modelling_files(output: Storage) -> list[str]:
     try:
         with on_this_machine(output, partial(matching, patterns=CODE)) as folder:
             imported = get_relative_import_files(os.path.join(folder, MODELLING_FILE))
-    except (OSError, ValueError):  # a file is missing or is no text; the check of digests names it
+    except (OSError, ValueError):  # a file is missing or not text; the check of digests names it
         imported = []
     return [MODELLING_FILE, *sorted({PurePath(path).name for path in imported})]
 

@@ -44,7 +44,7 @@ WRITTEN_FIELDS = ("forms", "dtype", "architectures", "auto_map", "model_type")  
 
 
 @dataclass(frozen=True)
-class Pair:
+class SourceAndOutput:
     """A source and the OUTPUT that is checked against it.
 
     Attributes:
@@ -64,7 +64,7 @@ class Pair:
         return entry
 
 
-def check_source(pair: Pair) -> Finding:
+def check_source(pair: SourceAndOutput) -> Finding:
     """Check that OUTPUT was compressed from this source, and that config.json describes its layers."""
     original, config, compression = pair.original, pair.config, pair.compression
     recorded = compression["source"]["files"]
@@ -89,7 +89,7 @@ def check_source(pair: Pair) -> Finding:
     return Finding("source", f"{len(recorded)} files of the source, and the config made from it", tuple(faults))
 
 
-def check_coverage(pair: Pair) -> Finding:
+def check_coverage(pair: SourceAndOutput) -> Finding:
     """Check that each source tensor is copied bit for bit, or is of a role that a method of the manifest stores.
 
     `check_forms` checks that the tensors of factored roles are complete and have the shapes of their forms.
@@ -138,7 +138,7 @@ def check_coverage(pair: Pair) -> Finding:
     return Finding("coverage", f"{detail}, {unchanged} of these unchanged", tuple(faults))
 
 
-def _copy_faults(pair: Pair, name: str, origin: str) -> Iterator[str]:
+def _copy_faults(pair: SourceAndOutput, name: str, origin: str) -> Iterator[str]:
     """Check that a tensor equals the source's bit for bit, or, if it was healed, has its dtype and shape."""
     weight = pair.original.tensors[name]
     if pair.compression.get("healed") and pair.entry(name).get("healed"):
@@ -159,7 +159,7 @@ def _copy_faults(pair: Pair, name: str, origin: str) -> Iterator[str]:
             yield f"{copy.file}: {source.name}: should be the source's bit for bit, but differs"
 
 
-def _decoded_faults(pair: Pair, name: str, origin: str) -> Iterator[str]:
+def _decoded_faults(pair: SourceAndOutput, name: str, origin: str) -> Iterator[str]:
     """Check that a weight whose stored format is not kept equals the source's decoded weight."""
     if name not in pair.checkpoint.tensors or pair.entry(name).get("origin") != origin:
         yield f"{name}: neither copied nor claimed by a method"
@@ -167,7 +167,7 @@ def _decoded_faults(pair: Pair, name: str, origin: str) -> Iterator[str]:
         yield f"{name}: should be the source's, decoded, but differs"
 
 
-def _expert_faults(pair: Pair, name: str, role: str, stays: int, method: str) -> Iterator[str]:
+def _expert_faults(pair: SourceAndOutput, name: str, role: str, stays: int, method: str) -> Iterator[str]:
     """Check a tensor of a layer that stores the first `stays` experts, under new numbers.
 
     `check_forms` checks their shapes.
@@ -188,7 +188,7 @@ def _expert_faults(pair: Pair, name: str, role: str, stays: int, method: str) ->
         yield f"{name}: stored by {method} as {entry or 'nothing'}; the source has {record}"
 
 
-def _refitted_faults(pair: Pair, name: str, method: str) -> Iterator[str]:
+def _refitted_faults(pair: SourceAndOutput, name: str, method: str) -> Iterator[str]:
     """Check that a dense tensor with new numbers has the source's dtype and shape."""
     entry, record = pair.entry(name), pair.original.tensors[name]
     if (entry.get("origin"), entry.get("dtype"), entry.get("shape")) != (method, record.dtype, list(record.shape)):
@@ -196,7 +196,7 @@ def _refitted_faults(pair: Pair, name: str, method: str) -> Iterator[str]:
 
 
 def _factor_faults(
-    pair: Pair,
+    pair: SourceAndOutput,
     name: str,
     layer: LayerGeometry,
     role: str,
@@ -222,7 +222,7 @@ def _factor_faults(
             yield from _dtype_faults(pair, stored, names)
 
 
-def _group_faults(pair: Pair, layer: LayerGeometry, forms: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def _group_faults(pair: SourceAndOutput, layer: LayerGeometry, forms: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Check that tensors of a group, rather than a role, have the widest dtype of the weights of its roles."""
     groups: dict[tuple[str, str], tuple[str, ...]] = {}
     for role, form in forms.items():
@@ -239,7 +239,7 @@ def _group_faults(pair: Pair, layer: LayerGeometry, forms: Mapping[str, Mapping[
                 yield from _dtype_faults(pair, stored, names)
 
 
-def _dtype_faults(pair: Pair, stored: str, names: Sequence[str]) -> Iterator[str]:
+def _dtype_faults(pair: SourceAndOutput, stored: str, names: Sequence[str]) -> Iterator[str]:
     """Check that a tensor holds integers, or has the widest dtype of the source tensors that it replaces."""
     dtype = DTYPE_NAMES[reduce(torch.promote_types, (pair.original.tensors[name].torch_dtype for name in names))]
     stored_dtype = pair.entry(stored)["dtype"]
@@ -247,14 +247,14 @@ def _dtype_faults(pair: Pair, stored: str, names: Sequence[str]) -> Iterator[str
         yield f"{stored}: {stored_dtype} numbers, by the source's {' and '.join(names)} {dtype}"
 
 
-def _packed_faults(pair: Pair, names: set[str], method: str) -> Iterator[str]:
+def _packed_faults(pair: SourceAndOutput, names: set[str], method: str) -> Iterator[str]:
     """Check that a weight that is only rounded is stored by the method that claims it."""
     for name in sorted(names):
         if (origin := pair.entry(name)["origin"]) != method:
             yield f"{name}: of {origin!r}, but claimed by {method}"
 
 
-def _stray_faults(pair: Pair, methods: set[str], head: Mapping[str, str]) -> Iterator[str]:
+def _stray_faults(pair: SourceAndOutput, methods: set[str], head: Mapping[str, str]) -> Iterator[str]:
     """Check that each stored tensor comes from the source or from a method of the manifest, and an untied head too."""
     for name, entry in pair.compression["tensors"].items():
         if name in head:
@@ -266,7 +266,7 @@ def _stray_faults(pair: Pair, methods: set[str], head: Mapping[str, str]) -> Ite
             yield f"{name}: of {entry['origin']!r}, which is not a method of the manifest"
 
 
-def check_logits(pair: Pair, bound: float | None) -> Finding:
+def check_logits(pair: SourceAndOutput, bound: float | None) -> Finding:
     """Run both models on a few tokens in float32, and compare them with each other and with the job's figures.
 
     The job's figures are random projections of each layer's update, on the source's hidden states, and of the logits.

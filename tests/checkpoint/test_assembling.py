@@ -24,8 +24,9 @@ from stores.disk import Disk
 from stores.durable import partial_path
 from stores.ledger import Ledger
 from stores.source import INDEX_FILE
+from tests.failing_disk import flip
 from tests.families.geometries import manifest
-from tests.workers.bench import LOW, flip, make_setup, make_worker, save_source, solve_layer
+from tests.workers.bench import LOW, make_setup, make_worker, save_source, solve_layer
 
 CLAIMED = [0, 2]
 

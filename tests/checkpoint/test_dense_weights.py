@@ -13,16 +13,13 @@ from pipeline.checkpoint.dense_weights import _to_head_dim, pad_latent, pad_mlp,
 from pipeline.families.blocks import LatentAttentionBlock
 from pipeline.families.foreign import latent_attention
 from tests.families.geometries import llama
+from tests.tensors import randn
 
 G, H, D = 2, 4, 6  # key/value heads, query heads, hidden size
 FIELDS: dict[str, Any] = {
     "model_type": "deepseek_v3", "kv_lora_rank": 5, "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 4,
     "q_lora_rank": None,
 }  # fmt: skip
-
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
 
 
 def products(value_GwD: Tensor, bias_Gw: Tensor, output_DHw: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,7 +31,7 @@ def products(value_GwD: Tensor, bias_Gw: Tensor, output_DHw: Tensor) -> tuple[Te
 
 @pytest.mark.parametrize(("width", "head_dim"), [(3, 5), (4, 4), (1, 2)])
 def test_narrow_value_heads_are_padded(width: int, head_dim: int) -> None:
-    before = random(G, width, D), random(G, width), random(D, H, width)
+    before = randn(G, width, D), randn(G, width), randn(D, H, width)
     after = _to_head_dim(*before, head_dim, torch.float32)
     assert [tuple(each.shape) for each in after] == [(G, head_dim, D), (G, head_dim), (D, H, head_dim)]
     assert all(torch.equal(*pair) for pair in zip(products(*after), products(*before), strict=True))
@@ -44,10 +41,10 @@ def wide(head_dim: int, beyond: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return value heads of 5 numbers whose outputs span `head_dim` directions, but for a part `beyond`."""
     output_DHw = torch.zeros(D, H, 5, dtype=torch.float64)
     for group in range(G):
-        basis_dw = torch.linalg.qr(random(5, 5 + group)[:, :5]).Q[:head_dim]
+        basis_dw = torch.linalg.qr(randn(5, 5 + group)[:, :5]).Q[:head_dim]
         heads = slice(group * H // G, (group + 1) * H // G)
-        output_DHw[:, heads] = random(D, H // G, head_dim) @ basis_dw + beyond * random(D, H // G, 5)
-    return random(G, 5, D), random(G, 5), output_DHw
+        output_DHw[:, heads] = randn(D, H // G, head_dim) @ basis_dw + beyond * randn(D, H // G, 5)
+    return randn(G, 5, D), randn(G, 5), output_DHw
 
 
 @pytest.mark.parametrize("head_dim", [1, 2, 4])
@@ -77,9 +74,9 @@ def test_an_output_projection_of_zeros_stays_zero() -> None:
 def test_channels_that_pad_an_mlp_change_nothing(missing: int) -> None:
     (block,) = llama("biased").layers[0].mlps
     kept, hidden = 5, 3
-    weights = {f"{role}.weight": random(kept, hidden) for role in ("gate", "up")}
-    weights |= {"down.weight": random(hidden, kept), "gate.bias": random(kept), "up.bias": random(kept)}
-    weights["down.bias"] = random(hidden)
+    weights = {f"{role}.weight": randn(kept, hidden) for role in ("gate", "up")}
+    weights |= {"down.weight": randn(hidden, kept), "gate.bias": randn(kept), "up.bias": randn(kept)}
+    weights["down.bias"] = randn(hidden)
     padded = pad_mlp(weights, block, kept + missing)
     assert padded["down.weight"].shape == (hidden, kept + missing)
     assert padded["gate.bias"].shape == (kept + missing,)
@@ -89,7 +86,7 @@ def test_channels_that_pad_an_mlp_change_nothing(missing: int) -> None:
         gate, up = (x_TD @ of[f"{role}.weight"].T + of[f"{role}.bias"] for role in ("gate", "up"))
         return (torch.nn.functional.silu(gate) * up) @ of["down.weight"].T + of["down.bias"]
 
-    x_TD = random(4, hidden)
+    x_TD = randn(4, hidden)
     torch.testing.assert_close(output(padded, x_TD), output(weights, x_TD), rtol=1e-13, atol=1e-13)
 
 
@@ -104,8 +101,8 @@ def test_zeros_that_pad_a_latent_change_neither_keys_nor_values() -> None:
     kept, width, rotated = 3, 5, FIELDS["qk_rope_head_dim"]
     writer, reader, norm = latent.writer.role, latent.reader.role, f"{latent.norm}.weight"
     weights = {
-        f"{writer}.weight": random(kept + rotated, D), f"{writer}.bias": random(kept + rotated),
-        norm: random(kept), f"{reader}.weight": random(28, kept), "other": random(1),
+        f"{writer}.weight": randn(kept + rotated, D), f"{writer}.bias": randn(kept + rotated),
+        norm: randn(kept), f"{reader}.weight": randn(28, kept), "other": randn(1),
     }  # fmt: skip
     padded = pad_latent(weights, latent, width)
     assert padded[f"{writer}.weight"].shape == (width + rotated, D)
@@ -117,7 +114,7 @@ def test_zeros_that_pad_a_latent_change_neither_keys_nor_values() -> None:
         root_T = (latent_TL.square().mean(-1, keepdim=True) + 1e-3).sqrt()  # a large epsilon, which must not matter
         return (of[norm] * latent_TL / root_T) @ of[f"{reader}.weight"].T, rotated_TR
 
-    x_TD = random(4, D)
+    x_TD = randn(4, D)
     for found, expected in zip(outputs(padded, x_TD), outputs(weights, x_TD), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
@@ -125,7 +122,7 @@ def test_zeros_that_pad_a_latent_change_neither_keys_nor_values() -> None:
 @pytest.mark.parametrize("missing", [0, 1, 3])
 def test_values_of_latent_attention_are_padded_behind_each_head_s_keys(missing: int) -> None:
     block, kept, nope = latent_block(), 2, FIELDS["qk_nope_head_dim"]
-    weights = {"kv_b_proj.weight": random(H * (nope + kept), 5), "o_proj.weight": random(D, H * kept)}
+    weights = {"kv_b_proj.weight": randn(H * (nope + kept), 5), "o_proj.weight": randn(D, H * kept)}
     padded = pad_values(weights, block, kept + missing)
     before_HXL = weights["kv_b_proj.weight"].unflatten(0, (H, -1))
     after_HXL = padded["kv_b_proj.weight"].unflatten(0, (H, -1))

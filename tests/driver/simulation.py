@@ -810,3 +810,8 @@ def backwards(world: World) -> list[Backward]:
 
 def forwards(world: World) -> list[Forward]:
     return [unit for unit in world.done if isinstance(unit, Forward)]
+
+
+def solves(world: World) -> list[Solve]:
+    """Return the units that solved groups, in order."""
+    return [unit for unit in world.done if isinstance(unit, Solve)]

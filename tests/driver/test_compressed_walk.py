@@ -35,6 +35,7 @@ from tests.driver.simulation import (
     make_tasks,
     run,
     run_until,
+    solves,
 )
 
 SAMPLE = Moment("down.in", kind="sample", tokens=9)
@@ -42,10 +43,6 @@ SAMPLE = Moment("down.in", kind="sample", tokens=9)
 
 def uniform(layers: Sequence[int] = ALL, **settings: Any) -> Job:
     return make_job(make_tasks(layers), scores=frozenset(), **settings)
-
-
-def solves(world: World) -> list[Solve]:
-    return [unit for unit in world.done if isinstance(unit, Solve)]
 
 
 class Forgetful(SimulatedPool):

@@ -36,6 +36,7 @@ from tests.driver.simulation import (
     number_in,
     run,
     run_with_a_death,
+    solves,
 )
 
 
@@ -61,10 +62,6 @@ def one_after_another(job: Job) -> dict[str, Any]:
     run(replace(job, keep_statistics=True), world)
     assert not [unit for unit in solves(world) if any(isinstance(found, Summed) for found in unit.statistics.values())]
     return compressed(world)
-
-
-def solves(world: World) -> list[Solve]:
-    return [unit for unit in world.done if isinstance(unit, Solve)]
 
 
 @pytest.mark.parametrize("name", [name for name in JOBS if name.startswith("dense-uniform")])

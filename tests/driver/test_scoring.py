@@ -20,6 +20,7 @@ from tests.driver.simulation import (
     SimulatedPool,
     World,
     WorldCleaner,
+    commits,
     number_in,
 )
 
@@ -66,10 +67,6 @@ def scored(world: World, windows: Windows, layers: list[Any], every: int = 1, or
     return scorer.score(windows, "made", layers, dense)
 
 
-def entered(world: World) -> list[str]:
-    return [key for event, key in world.events if event == "commit"]
-
-
 def test_all_shards_pass_a_part_of_a_layer_before_the_next() -> None:
     world, windows, layers = make_world()
     whole = scored(world, windows, layers)
@@ -103,7 +100,7 @@ def test_entered_layer_by_layer() -> None:
     world, windows, layers = make_world()
     found = scored(world, windows, layers)
     dense, made = ([f"scored/{name}/0000{layer}" for layer in range(1, 5)] for name in ("dense", "made"))
-    assert entered(world) == [*dense, *made[:-1]]
+    assert commits(world) == [*dense, *made[:-1]]
     assert world.passes == 2 * LAYERS * SHARDS + SHARDS  # the last layer's outputs were not stored: the head asks again
     assert (found.tokens, found.loss > 0) == (2, True)
 

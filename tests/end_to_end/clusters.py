@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any
 import psutil
 
 import workers.cluster
+from tests.ports import free_port
 
 OBJECTS = 80 * 2**20  # bytes of a node's object store
 START_S = 60.0
@@ -201,11 +201,3 @@ def _autoscaling_config(path: Path, most_nodes: int, gcs_address: str) -> Path:
 def loopback() -> None:
     """In a child that joins: 127.0.0.1 is meant as it is said."""
     workers.cluster._listen_on_loopback()
-
-
-def free_port() -> int:
-    """Return an unused port."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,19 @@ import pytest
 import ray
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 
+import manifests.heal
 import workers.cluster
 import workers.pool
 from manifests.schema import Workers
 from tests import factories
 from tests.end_to_end.jobs import Job, without_ray
 from tests.end_to_end.shared_ray import KeptPool
+from tests.end_to_end.sources import make_source
 from tests.processes import ON_ONE_RAY
 from workers.cluster import connect
 
 ROOT = Path(__file__).resolve().parents[2]
+WIDE = {"hidden_size": 64, "intermediate_size": 96}
 RENDER = ("test_report.py", "test_pages_in_a_browser.py")
 
 
@@ -117,6 +121,34 @@ def llama(request: pytest.FixtureRequest) -> Path:
     deep = getattr(request.module, "LAYERS", 2) == 3
     source: Path = request.getfixturevalue("deep_llama" if deep else "shallow_llama")
     return source
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose widths groups of 32 divide."""
+    return make_source(tmp_path_factory.mktemp("wide"), "llama", layers=2, **WIDE)
+
+
+@pytest.fixture(scope="module")
+def finished_once(tmp_path_factory: pytest.TempPathFactory, llama: Path, text: Path) -> Job:
+    """A finished job, not to be changed."""
+    made = Job(tmp_path_factory.mktemp("finished"), llama, text).write()
+    with without_ray():
+        assert made.run().code == 0
+    return made
+
+
+@pytest.fixture
+def small_steps(inline: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a healing take many small steps, without Ray."""
+    monkeypatch.setattr(manifests.heal, "STEPS", 1)
+    monkeypatch.setattr(manifests.heal, "STEP_TOKENS", 96)
+
+
+@pytest.fixture
+def model(tmp_path: Path, llama: Path) -> Path:
+    """A copy of the model, to be damaged."""
+    return Path(shutil.copytree(llama, tmp_path / "model"))
 
 
 @pytest.fixture

@@ -157,6 +157,12 @@ def without_ray(options: Callable[[str], tuple[str, ...]] = in_process) -> Itera
         MORE.reset(more)
 
 
+def work_done(job: Job) -> list[str]:
+    """Return the units that the workers of a job have done, of its log."""
+    path = job.root / "log.units"
+    return path.read_text().splitlines() if path.exists() else []
+
+
 def command(name: str, *arguments: str) -> Ended:
     """Call a command's `main`, and restore signal handlers afterwards."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -178,6 +184,11 @@ def file_digests(directory: Path) -> dict[str, str]:
     """Return path below a folder -> sha256, for each file in it."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def weight_digests(directory: Path) -> dict[str, str]:
+    """Return the digests of a checkpoint's safetensors files, by name."""
+    return {name: digest for name, digest in file_digests(directory).items() if name.endswith(".safetensors")}
 
 
 def read_tensors(directory: Path) -> dict[str, torch.Tensor]:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from pipeline.methods.loss_aware import mlp_solver
 from tests.end_to_end.children import Child, Hook, killed_again_and_again
-from tests.end_to_end.jobs import Job, file_digests, load, logits_of, relative_error, some_tokens
+from tests.end_to_end.jobs import Job, file_digests, load, logits_of, relative_error, some_tokens, work_done
 from tests.end_to_end.sources import FAMILIES, make_source
-from tests.workers.bench import flip
+from tests.failing_disk import flip
 
 LAYERS = 3  # of the fixture `llama`
 MakeJob = Callable[..., Job]
@@ -34,11 +34,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory, llama: Path, text: Path)
         + [f"backward/{layer}/{shard}" for layer in range(LAYERS) for shard in range(SHARDS)]
     )
     return file_digests(made.output)
-
-
-def work_done(job: Job) -> list[str]:
-    path = job.root / "log.units"
-    return path.read_text().splitlines() if path.exists() else []
 
 
 @pytest.mark.sample(1)

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.ranks.calibration import CalibratedLoss
 from tests.end_to_end.children import Child, Hook
-from tests.end_to_end.jobs import Job, command, file_digests
+from tests.end_to_end.jobs import Job, command, weight_digests
 
 pytestmark = pytest.mark.usefixtures("inline")
 
@@ -24,17 +24,13 @@ PLAIN: dict[str, Any] = {
 CALIBRATED = {**PLAIN, "evaluation": {"calibrate_prediction": True}}
 
 
-def weights(job: Job) -> dict[str, str]:
-    return {name: digest for name, digest in file_digests(job.output).items() if name.endswith(".safetensors")}
-
-
 @pytest.mark.nightly
 def test_two_other_sizes_calibrate_the_prediction(job: MakeJob) -> None:
     plain, made, smaller = job(**PLAIN), job(**CALIBRATED), job(**{**PLAIN, "budget": {"keep": 0.5}})
     expected, summary = plain.run().json, made.run().json
     assert "sizes" not in expected["prediction"]
     assert expected["prediction"]["measured"] == expected["held_out"]["divergence"]
-    assert weights(made) == weights(plain)
+    assert weight_digests(made.output) == weight_digests(plain.output)
     assert (summary["held_out"], summary["tries"]) == (expected["held_out"], [])
     tries = {size: made.ledger(f"tries/{size:04d}") for size in (900, 500)}
     assert tries[500]["divergence"] == smaller.run().json["held_out"]["divergence"]
@@ -59,7 +55,7 @@ def test_another_size_measures_nothing_twice(job: MakeJob) -> None:
     assert "nats per token, predicted" not in again.err
     assert len(again.json["prediction"]["sizes"]) == 5
     assert plain.run().code == 0
-    assert weights(made) == weights(plain)
+    assert weight_digests(made.output) == weight_digests(plain.output)
 
 
 @pytest.mark.nightly
@@ -73,12 +69,12 @@ def test_killed_between_sizes_it_ends_the_same(job: MakeJob) -> None:
     kept = made.root.with_name("kept")
     made.keep()
     assert made.run().json["prediction"] == expected["prediction"]
-    assert weights(made) == weights(clean)
+    assert weight_digests(made.output) == weight_digests(clean.output)
     made.put_back()
     assert kept.exists()
     summary = made.run("--set", "evaluation.calibrate_prediction=false").json
     assert summary["held_out"] == expected["held_out"]
-    assert weights(made) == weights(clean)
+    assert weight_digests(made.output) == weight_digests(clean.output)
 
 
 def test_plan_counts_the_other_sizes(job: MakeJob) -> None:

@@ -16,6 +16,8 @@ from pipeline.job import heartbeat
 from tests.end_to_end.jobs import Ended, Job, file_digests, without_ray
 from tests.failing_disk import Fault, failing
 
+pytestmark = pytest.mark.usefixtures("inline")
+
 LAYERS = 3  # of the fixture `llama`
 MakeJob = Callable[..., Job]
 INDEX = "model.safetensors.index.json"
@@ -34,11 +36,6 @@ PLACES = [
     ("output/compression.json", 2, errno.ENOSPC),
     (f"output/{INDEX}", 1, errno.EIO),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _here(inline: None) -> None:
-    """No Ray."""
 
 
 @pytest.fixture(scope="module")

@@ -16,24 +16,13 @@ from pipeline.checkpoint.output_directory import LOCK_FILE, claim_output
 from stores.durable import partial_path
 from stores.lock import RunLock
 from tests.end_to_end.children import Child, Hook
-from tests.end_to_end.jobs import Ended, Job, file_digests, without_ray
+from tests.end_to_end.jobs import Ended, Job, file_digests
 from tests.end_to_end.test_wrong_input import refuse_writes_below
+
+pytestmark = pytest.mark.usefixtures("inline")
 
 MakeJob = Callable[..., Job]
 NOBODY = 65534
-
-
-@pytest.fixture(autouse=True)
-def _here(inline: None) -> None:
-    """No Ray."""
-
-
-@pytest.fixture(scope="module")
-def finished_once(tmp_path_factory: pytest.TempPathFactory, llama: Path, text: Path) -> Job:
-    made = Job(tmp_path_factory.mktemp("finished"), llama, text).write()
-    with without_ray():
-        assert made.run().code == 0
-    return made
 
 
 @pytest.fixture

@@ -16,19 +16,16 @@ import pipeline.healing.checkpoints
 import pipeline.healing.student
 import pipeline.healing.training
 import pipeline.job.healing
+import pipeline.job.student_training
 from manifests.errors import NumericsError
-from pipeline.healing.training import Training
+from pipeline.healing.training import Trainer
 from tests.end_to_end.jobs import Job, command, file_digests, load, read_tensors, without_ray
-from tests.workers.bench import flip
+from tests.failing_disk import flip
+
+pytestmark = pytest.mark.usefixtures("small_steps")
 
 MakeJob = Callable[..., Job]
 SETTINGS = ("--set", "heal.epochs=8", "--set", "heal.learning_rate=0.003")
-
-
-@pytest.fixture(autouse=True)
-def _small_steps(inline: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifests.heal, "STEPS", 1)
-    monkeypatch.setattr(manifests.heal, "STEP_TOKENS", 96)
 
 
 @pytest.fixture(scope="module")
@@ -120,10 +117,10 @@ def _dying(owner: Any, name: str, calls: int, after: bool = False) -> tuple[Any,
 @pytest.mark.parametrize(
     ("dying", "said"),
     [
-        (lambda: _dying(Training, "_step", 8), "resuming behind step 7 of 16"),
+        (lambda: _dying(Trainer, "_step", 8), "resuming after step 7 of 16"),
         (
             lambda: _dying(pipeline.healing.training_process, "save_state", 4, after=True),
-            "resuming behind step 3 of 16",
+            "resuming after step 3 of 16",
         ),
         (lambda: _dying(pipeline.job.healing, "forget_figures", 1), "healed: 16 steps"),
         (lambda: _dying(pipeline.job.healing, "score_held_out", 1), "healed: 16 steps"),
@@ -136,7 +133,7 @@ def test_an_interrupted_healing_resumes_with_the_same_bytes(
     digests = file_digests(healed.output)
     healed.put_back()
     base = file_digests(healed.output)
-    monkeypatch.setattr(pipeline.job.healing, "CHECKPOINT_S", 0.0)
+    monkeypatch.setattr(pipeline.job.student_training, "CHECKPOINT_S", 0.0)
     with monkeypatch.context() as patch:
         patch.setattr(*dying())
         assert command("heal", str(healed.run_dir), *SETTINGS).code == 75
@@ -162,15 +159,15 @@ def test_activations_that_are_computed_twice_change_no_byte(healed: Job, monkeyp
 
 def test_a_healing_that_has_begun_keeps_its_rate(healed: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     healed.put_back()
-    monkeypatch.setattr(pipeline.job.healing, "CHECKPOINT_S", 0.0)
+    monkeypatch.setattr(pipeline.job.student_training, "CHECKPOINT_S", 0.0)
     with monkeypatch.context() as patch:
-        patch.setattr(*_dying(Training, "_step", 3))
+        patch.setattr(*_dying(Trainer, "_step", 3))
         begun = command("heal", str(healed.run_dir), "--set", "heal.epochs=2")
     assert begun.code == 75
     monkeypatch.setattr(pipeline.healing.training, "BASE_RATE", 1.0)
     ended = command("heal", str(healed.run_dir), "--set", "heal.epochs=2")
     assert ended.code == 0, ended.err
-    assert "resuming behind step 2 of 4" in ended.err
+    assert "resuming after step 2 of 4" in ended.err
     first, second = (each.err.partition("learning rate ")[2].partition(" of")[0] for each in (begun, ended))
     assert float(first) == float(second) < 0.01
 
@@ -179,7 +176,7 @@ def test_damaged_rows_of_the_teacher_are_computed_again(healed: Job, monkeypatch
     digests = file_digests(healed.output)
     healed.put_back()
     with monkeypatch.context() as patch:
-        patch.setattr(*_dying(Training, "_step", 1))
+        patch.setattr(*_dying(Trainer, "_step", 1))
         assert command("heal", str(healed.run_dir), *SETTINGS).code == 75
     record = healed.ledger("teacher")["rows"][0]
     for chunk in (healed.run_dir / "activations.zarr" / record["path"]).rglob("c*"):
@@ -210,14 +207,14 @@ def test_gradients_that_are_not_finite_are_skipped_and_end_the_training(
     made = job()
     made.run()
     digests = file_digests(made.output)
-    real = Training._gradients
+    real = Trainer._gradients
 
-    def gradients(self: Training, chosen: list[int]) -> float:
+    def gradients(self: Trainer, chosen: list[int]) -> float:
         loss = real(self, chosen)
         next(iter(self.student.trained.values())).grad.fill_(float("nan"))  # type: ignore[union-attr]
         return loss
 
-    monkeypatch.setattr(Training, "_gradients", gradients)
+    monkeypatch.setattr(Trainer, "_gradients", gradients)
     ended = command("heal", str(made.run_dir), *SETTINGS)
     assert ended.code == NumericsError.exit_code
     assert "the gradients of 10 steps were NaN or infinite" in ended.err

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-import manifests.heal
 from tests.end_to_end.jobs import Job, command, load, read_tensors
 from tests.end_to_end.sources import make_source
+
+pytestmark = pytest.mark.usefixtures("small_steps")
 
 MakeJob = Callable[..., Job]
 # Method -> a part of the names of its own tensors that must change.
@@ -26,12 +27,6 @@ ENTRIES: dict[str, tuple[dict[str, Any], str]] = {
 }
 SAMPLE = ("lestd", "loss-aware")
 FAMILIES = ("opt", "gemma2", "mixtral", "qwen3_next")
-
-
-@pytest.fixture(autouse=True)
-def _small_steps(inline: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifests.heal, "STEPS", 1)
-    monkeypatch.setattr(manifests.heal, "STEP_TOKENS", 96)
 
 
 def healed(made: Job) -> set[str]:

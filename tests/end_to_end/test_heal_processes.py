@@ -20,8 +20,9 @@ import manifests.heal
 import pipeline.healing.training
 import pipeline.healing.training_process
 import pipeline.job.healing
+import pipeline.job.student_training
 from manifests.entries import HealingEntry
-from pipeline.healing.training_process import Journal, TrainingTask, train
+from pipeline.healing.training_process import TrainingJournal, TrainingTask, train
 from stores.bucket import Bucket
 from stores.disk import Disk
 from tests import buckets, factories
@@ -49,7 +50,7 @@ def on_loopback() -> None:
 def many_checkpoints() -> None:
     """Make small steps, each with a checkpoint, in a child."""
     small_steps()
-    pipeline.job.healing.CHECKPOINT_S = 0.0
+    pipeline.job.student_training.CHECKPOINT_S = 0.0
 
 
 JOBS: dict[str, dict[str, Any]] = {
@@ -137,7 +138,7 @@ def train_one(task: TrainingTask, rank: int, folder: Path) -> None:
     indirect=True,
 )
 def test_two_processes_heal_as_one_does(solved: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def train_two(task: TrainingTask, journal: Journal) -> None:
+    def train_two(task: TrainingTask, journal: TrainingJournal) -> None:
         both = [CONTEXT.Process(target=train_one, args=(task, rank, tmp_path)) for rank in range(2)]
         for process in both:
             process.start()
@@ -196,7 +197,7 @@ def test_a_killed_process_costs_the_steps_since_the_last_checkpoint(solved: Job)
     child = heal(solved, prepare=many_checkpoints)
     wait_for_line(child, "heal step 6 of 16")
     training_processes(child)[1].kill()
-    assert "resuming behind step" in ended(child)
+    assert "resuming after step" in ended(child)
     assert file_digests(solved.output) == digests
 
 
@@ -210,7 +211,7 @@ def test_after_a_kill_another_number_of_processes_goes_on(solved: Job) -> None:
     assert child.process.exitcode == -signal.SIGKILL
     said = ended(heal(solved, processes=1))
     assert "processes: 1" in said
-    assert "resuming behind step" in said
+    assert "resuming after step" in said
     figures = solved.compression()["healed"]
     assert figures["after"] < figures["before"]
     assert figures["steps"] == 16
@@ -241,7 +242,7 @@ def test_a_sweep_killed_in_a_training_goes_on(tmp_path: Path, text: Path) -> Non
     assert child.process.exitcode == -signal.SIGKILL
     before = len(child.said)
     said = ended(killed.start(many_checkpoints))[before:]
-    assert "resuming behind step" in said
+    assert "resuming after step" in said
     assert "score teacher" not in said
     assert killed.digests() == whole.digests()
 
@@ -285,5 +286,5 @@ def test_a_job_in_a_bucket_killed_in_a_training_goes_on(tmp_path: Path, text: Pa
     end_group(child.pid)
     assert child.process.exitcode == -signal.SIGKILL
     said = ended(start())
-    assert "resuming behind step" in said
+    assert "resuming after step" in said
     assert buckets.digests(Bucket(f"{s3_bucket}/output")) == buckets.digests(Disk(local.output))

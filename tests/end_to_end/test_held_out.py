@@ -24,7 +24,7 @@ from tests import factories
 from tests.end_to_end.children import Child, Hook
 from tests.end_to_end.jobs import Job, command, file_digests
 from tests.end_to_end.sources import make_source
-from tests.workers.bench import flip
+from tests.failing_disk import flip
 from workers.in_process_pool import InProcessPool
 
 pytestmark = pytest.mark.usefixtures("inline")

@@ -15,31 +15,13 @@ import pytest
 
 from pipeline.checkpoint.compression_record import encode_json, sealed
 from stores.source import INDEX_FILE
-from tests.end_to_end.jobs import Job, command, file_digests, without_ray
+from tests.end_to_end.jobs import Job, command, file_digests
 from tools.soak.stored_cases import sign
+
+pytestmark = pytest.mark.usefixtures("inline")
 
 LAYERS = 3  # of the fixture `llama`
 MakeJob = Callable[..., Job]
-
-
-@pytest.fixture(autouse=True)
-def _here(inline: None) -> None:
-    """No Ray."""
-
-
-@pytest.fixture
-def model(tmp_path: Path, llama: Path) -> Path:
-    """A copy of the model, to be damaged."""
-    return Path(shutil.copytree(llama, tmp_path / "model"))
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, llama: Path, text: Path) -> Job:
-    """A finished job, not to be changed."""
-    made = Job(tmp_path_factory.mktemp("finished"), llama, text).write()
-    with without_ray():
-        assert made.run().code == 0
-    return made
 
 
 def edit(path: Path, **fields: Any) -> None:
@@ -124,9 +106,9 @@ def test_a_path_that_can_be_none() -> None:
 
 
 @pytest.fixture
-def output(finished: Job, tmp_path: Path) -> Path:
+def output(finished_once: Job, tmp_path: Path) -> Path:
     """A copy of OUTPUT, to be damaged."""
-    return Path(shutil.copytree(finished.output, tmp_path / "output"))
+    return Path(shutil.copytree(finished_once.output, tmp_path / "output"))
 
 
 def test_compression_json_that_lies(output: Path) -> None:
@@ -204,9 +186,9 @@ def test_an_entry_that_makes_no_sense_is_taken_back(lie: str, job: MakeJob) -> N
     assert file_digests(made.output) == before
 
 
-def test_an_entry_without_end(finished: Job, tmp_path: Path) -> None:
+def test_an_entry_without_end(finished_once: Job, tmp_path: Path) -> None:
     """A pipe or a device in place of an entry is no entry, and nothing waits for it."""
-    run_dir = Path(shutil.copytree(finished.run_dir, tmp_path / "run"))
+    run_dir = Path(shutil.copytree(finished_once.run_dir, tmp_path / "run"))
     path = next((run_dir / "ledger").glob("complete.0*.json"))
     path.unlink()
     path.symlink_to("/dev/zero")

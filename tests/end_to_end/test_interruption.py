@@ -18,7 +18,7 @@ from pipeline.units.units import Forward, Unit
 from stores.durable import is_hidden
 from tests import factories
 from tests.end_to_end.children import Child, Hook, wait_for
-from tests.end_to_end.jobs import FLAT_LLM, Job, command, file_digests, without_ray
+from tests.end_to_end.jobs import FLAT_LLM, Job, command, file_digests, weight_digests, without_ray, work_done
 from tests.end_to_end.shared_ray import KeptPool
 from workers import pool_health
 
@@ -52,11 +52,6 @@ def run_killed(job: Job, hook: Hook, whole: dict[str, str]) -> int:
         found = file_digests(job.output)
         assert {name: digest for name, digest in found.items() if code == 0 or not is_hidden(name)} == whole
     return code
-
-
-def work_done(job: Job) -> list[str]:
-    path = job.root / "log.units"
-    return path.read_text().splitlines() if path.exists() else []
 
 
 # -- kills -------------------------------------------------------------------------------------------------------------
@@ -393,28 +388,24 @@ def test_what_changes_no_result_is_not_refused(finished: Job, text: Path, tmp_pa
     ended = finished.run(*moved, "--set", f"output={tmp_path / 'second'}")
     assert "phase walk" not in ended.err
     assert ended.json["output"] == str(tmp_path / "second")
-    assert weights(tmp_path / "second") == {
+    assert weight_digests(tmp_path / "second") == {
         name: digest for name, digest in before.items() if name.endswith(".safetensors")
     }
     assert file_digests(finished.output) == before
 
 
-def weights(output: Path) -> dict[str, str]:
-    return {name: digest for name, digest in file_digests(output).items() if name.endswith(".safetensors")}
-
-
 @pytest.mark.nightly
 def test_fresh_starts_over(finished: Job, job: MakeJob) -> None:
-    before = weights(finished.output)
+    before = weight_digests(finished.output)
     assert finished.run("--set", "budget.keep=0.8").code == 2
     summary = finished.run("--set", "budget.keep=0.8", "--fresh").json
     assert "already_finished" not in summary
-    assert weights(finished.output) != before
+    assert weight_digests(finished.output) != before
     clean = job(finished.source, **{**finished.changes, "budget.keep": 0.8})
     assert clean.run().code == 0
-    assert weights(finished.output) == weights(clean.output)
+    assert weight_digests(finished.output) == weight_digests(clean.output)
     assert finished.run("--fresh").code == 0
-    assert weights(finished.output) == before
+    assert weight_digests(finished.output) == before
 
 
 def test_two_at_once(job: MakeJob, tmp_path: Path, inline: None) -> None:

@@ -35,12 +35,6 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96}
 PLAIN = {"method": "loss_aware", "factors": "plain", "rank_multiple": 32}
 
 
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama whose widths groups of 32 divide."""
-    return make_source(tmp_path_factory.mktemp("wide"), "llama", layers=2, **SIZES)
-
-
 def rounding(bits: int | str, levels: str, **more: Any) -> dict[str, Any]:
     return {"quantize": {"bits": bits, "levels": levels, **more}, "calibration.propagate": "dense", "budget": None}
 

@@ -21,7 +21,7 @@ from stores.activations import ActivationStore
 from stores.ledger import Ledger
 from tests import factories
 from tests.end_to_end.children import Child, Hook
-from tests.end_to_end.jobs import Job, command, file_digests
+from tests.end_to_end.jobs import Job, command, weight_digests
 
 pytestmark = pytest.mark.usefixtures("inline")
 
@@ -33,10 +33,6 @@ PLAIN: dict[str, Any] = {
     "budget": {"keep": 0.8},
 }
 MEASURED = {**PLAIN, "budget": {"keep": 0.8, "measure_layers": True}}
-
-
-def weights(job: Job) -> dict[str, str]:
-    return {name: digest for name, digest in file_digests(job.output).items() if name.endswith(".safetensors")}
 
 
 def test_ranks_follow_the_measured_losses(job: MakeJob) -> None:
@@ -64,7 +60,7 @@ def test_with_and_without_it_in_one_run_directory(job: MakeJob) -> None:
     for setting, other in (("false", plain), ("true", measured)):
         again = made.run("--set", f"budget.measure_layers={setting}")
         assert "phase statistics" not in again.err
-        assert weights(made) == weights(other)
+        assert weight_digests(made.output) == weight_digests(other.output)
 
 
 def test_ranks_of_other_held_out_text_are_chosen_again(job: MakeJob) -> None:
@@ -82,14 +78,14 @@ def test_ranks_of_other_held_out_text_are_chosen_again(job: MakeJob) -> None:
     ledger.commit(HELD_OUT, entered.model_copy(update={"tokens": others}))
     ledger.commit(LOSS_RATIOS, LossRatiosEntry(ratios=dict.fromkeys(ratios.ratios, 1.0)))
     assert made.run().json["held_out"] == expected
-    assert weights(made) == weights(clean)
+    assert weight_digests(made.output) == weight_digests(clean.output)
 
 
 def test_other_sizes_are_predicted_with_the_same_corrections(job: MakeJob) -> None:
     """Both measurements in one job: the layers are those of the job without other sizes."""
     made, both = job(**MEASURED), job(**MEASURED, **{"evaluation.calibrate_prediction": True})
     expected, summary = made.run().json, both.run().json
-    assert weights(both) == weights(made)
+    assert weight_digests(both.output) == weight_digests(made.output)
     figures = summary["prediction"]
     assert figures["predicted"] == expected["prediction"]["predicted"]
     tries = [both.ledger(f"tries/{size:04d}") for size in (900, 500)]
@@ -106,7 +102,7 @@ def test_killed_between_measurements_it_ends_the_same(job: MakeJob) -> None:
         child = Child("run", [str(made.manifest)], made.root / "log", Hook("commit", match=match, after=kill % 2 == 0))
         assert child.end() == -signal.SIGKILL, child.said
     assert made.run().json["held_out"] == expected["held_out"]
-    assert weights(made) == weights(clean)
+    assert weight_digests(made.output) == weight_digests(clean.output)
 
 
 def test_deep_models_are_measured_by_themselves(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from pipeline.checkpoint.compression_record import read_record
 from pipeline.checkpoint.targets import TARGETS
 from pipeline.inputs.checkpoints import read_checkpoint
-from pipeline.verification.source_checks import Pair, check_coverage
+from pipeline.verification.source_checks import SourceAndOutput, check_coverage
 from tests import factories
 from tests.end_to_end.jobs import Job, command, file_digests, load, logits_of, read_tensors, relative_error, some_tokens
 from tests.end_to_end.sources import FAMILIES
@@ -170,7 +170,7 @@ def test_verify_reads_the_dtypes_of_groups(name: str, shared: str, job: MakeJob,
     run.run().json  # noqa: B018 - asserts the exit code
     (original, standard), (checkpoint, config) = (read_checkpoint(str(place)) for place in (source, run.output))
     compression = read_record(run.output)
-    pair = Pair(original, standard, checkpoint, config, compression)
+    pair = SourceAndOutput(original, standard, checkpoint, config, compression)
     assert not check_coverage(pair).faults
     tensor = next(tensor for tensor in compression["tensors"] if tensor.endswith(shared))
     assert compression["tensors"][tensor]["dtype"] == "F32"

@@ -18,16 +18,12 @@ from pipeline.kernels.held_out import held_out_error
 from stores.corpus import draw_samples, read_documents
 from stores.special_tokens import text_prefix
 from tests.end_to_end.children import Child, Hook
-from tests.end_to_end.jobs import Job, command, file_digests
+from tests.end_to_end.jobs import Job, command, weight_digests
 
 pytestmark = pytest.mark.usefixtures("inline")
 
 MakeJob = Callable[..., Job]
 AUTO: dict[str, Any] = {"calibration.samples": "auto", "calibration.max_samples": 40, "calibration.propagate": "dense"}
-
-
-def weights(job: Job) -> dict[str, str]:
-    return {name: digest for name, digest in file_digests(job.output).items() if name.endswith(".safetensors")}
 
 
 def test_the_number_is_chosen_once_and_kept(job: MakeJob) -> None:
@@ -91,7 +87,7 @@ def test_killed_before_and_after_the_choice(job: MakeJob) -> None:
         assert child.end() in (-signal.SIGKILL, 0), child.said
     assert made.run().code == 0
     assert made.ledger("samples") == clean.ledger("samples")
-    assert weights(made) == weights(clean)
+    assert weight_digests(made.output) == weight_digests(clean.output)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from pipeline.checkpoint.compression_record import encode_json, read_record, sealed
 from pipeline.inputs.checkpoints import read_checkpoint
 from pipeline.inputs.sources import open_dense
-from pipeline.verification.source_checks import SKETCH_BOUND, Pair, check_logits
+from pipeline.verification.source_checks import SKETCH_BOUND, SourceAndOutput, check_logits
 from stores.corpus import load_tokenizer
 from tests.end_to_end.jobs import Job, command, read_tensors
 from tests.end_to_end.sources import make_source
@@ -35,7 +35,9 @@ def faults(made: Job) -> tuple[str, ...]:
     original, standard = open_dense(str(made.source))
     checkpoint, config = read_checkpoint(str(made.output))
     try:
-        return check_logits(Pair(original, standard, checkpoint, config, read_record(made.output)), None).faults
+        return check_logits(
+            SourceAndOutput(original, standard, checkpoint, config, read_record(made.output)), None
+        ).faults
     except ValueError as error:  # indices and bitmaps that make no sense; the command lists it as a fault, too
         return (str(error),)
 

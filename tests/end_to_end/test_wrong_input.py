@@ -27,12 +27,6 @@ INDEX = "model.safetensors.index.json"
 SECONDS = 10.0
 
 
-@pytest.fixture
-def model(tmp_path: Path, llama: Path) -> Path:
-    """A copy of the model, to be damaged."""
-    return Path(shutil.copytree(llama, tmp_path / "model"))
-
-
 def refused(job: Job, *words: str) -> str:
     """Runs and plans the job; the message of `run`."""
     planned = command("plan", str(job.write().manifest))

@@ -6,8 +6,7 @@ import pytest
 
 from lamina.block_lamina import BLOCK_DEFAULTS, LayerShape, has_norm_bias
 from lamina.norms_lamina import NORMS
-from pipeline.families.layer_geometry import Norm
-from pipeline.families.norms import norms_of
+from pipeline.families.layer_geometry import Norm, norms_of
 
 MODULES = {"input_norm": "a", "q_norm": "b", "k_norm": "c", "q": "d", "mlp_norm": "e"}
 SHAPE = LayerShape(32, 80, 4, 2, 8, MODULES, frozenset())

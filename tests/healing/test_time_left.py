@@ -10,7 +10,7 @@ import torch
 
 from pipeline.healing import training
 from pipeline.healing.processes import Processes
-from pipeline.healing.training import Progress, Schedule, Training
+from pipeline.healing.training import Progress, Schedule, Trainer
 
 STEPS, STEP_S, EVALUATION_S = 80, 2.0, 30.0
 
@@ -20,7 +20,7 @@ def test_it_is_that_of_the_steps_and_evaluations_to_come(monkeypatch: pytest.Mon
     monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     trained: Any = SimpleNamespace(trained={"a": torch.nn.Parameter(torch.ones(2))})
     text: Any = None
-    made = Training(trained, text, Schedule(STEPS, 1, 1, 1e-3, 0), Processes(), print)
+    made = Trainer(trained, text, Schedule(STEPS, 1, 1, 1e-3, 0), Processes(), print)
 
     def step() -> None:
         clock[0] += STEP_S

@@ -6,10 +6,7 @@ import pytest
 import torch
 
 from pipeline.kernels.heads import diagonal_blocks, encode_heads, group_sums, head_blocks, project_heads, repeat_groups
-
-
-def randn(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+from tests.tensors import randn
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(1, 1), (6, 6), (6, 2), (4, 1)])

@@ -21,6 +21,7 @@ from pipeline.kernels.levels import (
     normal_levels,
 )
 from pipeline.kernels.packing import scaled
+from tests.tensors import random
 
 NF4 = [  # bitsandbytes, csrc/kernels.cu
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -29,10 +30,6 @@ NF4 = [  # bitsandbytes, csrc/kernels.cu
 ]  # fmt: skip
 DAMPING = 0.1
 KINDS: tuple[TableKind, ...] = ("normal", "learned")
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def test_four_bits_are_those_of_nf4() -> None:

@@ -9,14 +9,11 @@ from torch import Tensor
 from pipeline.kernels.levels import normal_levels
 from pipeline.kernels.packing import scaled
 from pipeline.kernels.polishing import Polishing, polish
+from tests.tensors import random
 
 SHAPES = [(7, 32, 8), (5, 24, None), (3, 300, None), (4, 160, 32)]  # rows, columns, group
 DAMPING = 0.01
 POLISHING = Polishing(4, DAMPING, signed=True)
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def problem(rows: int, columns: int, group: int | None, bits: int, tokens: int) -> tuple[Tensor, ...]:

@@ -10,12 +10,9 @@ from pipeline.kernels import gptq
 from pipeline.kernels.gptq import Feedback, Rounded, error_feedback, round_with_feedback
 from pipeline.kernels.levels import LevelKind
 from pipeline.kernels.two_sided import OutputFeedback, output_feedback, round_both_sides
+from tests.tensors import random
 
 SHAPES = [(8, 8, 4, 1), (40, 64, 32, 1), (33, 70, None, 1), (64, 96, 16, 2), (90, 48, 16, 3), (1, 32, 16, 1)]
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def moment(size: int, tokens: int, seed: int) -> Tensor:

@@ -22,6 +22,7 @@ from pipeline.methods.moments import pair
 from pipeline.ranks.curves import from_columns
 from tests.methods.loss_aware_weights import make_statistics, make_weights, rebuild
 from tests.methods.test_loss_aware import GEOMETRIES, group_of, method_of
+from tests.tensors import randn
 
 TOKENS = 40
 UP = Matrix("up", 5, 8, True, "mlp.in", "down.in")
@@ -41,10 +42,6 @@ def ridged(values_TF: Tensor, targets_TE: Tensor, ridge: float) -> Tensor:
     targets_RE = torch.cat((targets_TE, torch.zeros(width, targets_TE.shape[1], dtype=torch.float64)))
     solution: Tensor = torch.linalg.lstsq(rows_RF, targets_RE).solution.T
     return solution
-
-
-def randn(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
 
 
 def test_readers_read_what_the_dense_input_gave() -> None:

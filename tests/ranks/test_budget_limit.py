@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from manifests.errors import InputError
-from pipeline.ranks.allocation import Budget
+from pipeline.ranks.allocation import NumberBudget
 
 
 @pytest.mark.parametrize(
@@ -24,17 +24,17 @@ from pipeline.ranks.allocation import Budget
     ],
 )
 def test_limit(keep: float, total: int, taken: float, limit: int) -> None:
-    assert Budget("budget.keep", keep, total, taken).limit == limit
+    assert NumberBudget("budget.keep", keep, total, taken).limit == limit
 
 
 def test_whole_shares_of_large_models_lose_nothing() -> None:
     for percent in range(1, 100):
         for total in (100, 6_738_415_600, 68_976_648_100, 405_853_388_800):
-            assert Budget("budget.keep", percent / 100, total, 0).limit == percent * total // 100
+            assert NumberBudget("budget.keep", percent / 100, total, 0).limit == percent * total // 100
 
 
 def test_parts_that_stay_dense_are_the_reason_for_a_least_size() -> None:
-    budget = Budget("budget.keep", 0.5, 100.0, 0.0)
+    budget = NumberBudget("budget.keep", 0.5, 100.0, 0.0)
     budget.require(50.0, [])
     with pytest.raises(
         InputError, match=r"at least 80 \(0 dense\) \(2 parts stay dense, such as experts that no token"

@@ -6,7 +6,7 @@ import pytest
 
 from manifests.calibration import Text
 from manifests.loading import decode_document, parse_manifest
-from pipeline.recommendation.commented_manifest import Places, commented_manifest
+from pipeline.recommendation.commented_manifest import JobPlaces, commented_manifest
 from pipeline.recommendation.settings import Goal, Settings
 from pipeline.recommendation.text_use import TextUse
 
@@ -27,7 +27,7 @@ NAMES = (
     "goal", [Goal("keep", 0.7), Goal("bytes", 0.25), Goal("bytes", 0.3, ("down", "o")), Goal("max_loss", 0.02)]
 )
 def test_what_is_written_is_read(goal: Goal, name: str) -> None:
-    places = Places(name, Text(files=(name, "second.txt")), f"out/{name}", f"out/{name}.run")
+    places = JobPlaces(name, Text(files=(name, "second.txt")), f"out/{name}", f"out/{name}.run")
     text = commented_manifest(f"init {name}\n--force", places, goal, SETTINGS)
     manifest = parse_manifest(decode_document(text.encode(), "it"), "it")
     calibration, perplexity = manifest.calibration, manifest.evaluation.perplexity
@@ -58,7 +58,7 @@ def test_what_is_written_is_read(goal: Goal, name: str) -> None:
     ],
 )
 def test_an_engine_gets_what_it_keeps(goal: Goal, method: dict[str, object], bits: object) -> None:
-    text = commented_manifest("init", Places("model", Text(files=("text",)), "out", "run"), goal, SETTINGS)
+    text = commented_manifest("init", JobPlaces("model", Text(files=("text",)), "out", "run"), goal, SETTINGS)
     manifest = parse_manifest(decode_document(text.encode(), "it"), "it")
     assert {name: getattr(manifest.methods[0], name) for name in method} == method
     assert (manifest.quantize and manifest.quantize.bits) == bits
@@ -70,7 +70,7 @@ def test_all_that_describes_a_text_is_written() -> None:
         Text(files=("b.jsonl",), messages="no", tools="t: x", template={"enable_thinking": False, "on": [1, "a, b"]}),
     )
     for text in texts:
-        written = commented_manifest("init", Places("m", text, "out", "run"), Goal("keep", 0.8), SETTINGS)
+        written = commented_manifest("init", JobPlaces("m", text, "out", "run"), Goal("keep", 0.8), SETTINGS)
         manifest = parse_manifest(decode_document(written.encode(), "it"), "it")
         assert manifest.calibration is not None
         assert manifest.evaluation.perplexity is not None
@@ -79,7 +79,9 @@ def test_all_that_describes_a_text_is_written() -> None:
 
 
 def test_the_training_of_layers_takes_the_place_of_corrections() -> None:
-    text = commented_manifest("init", Places("model", Text(files=("text",)), "out", "run"), Goal("keep", 0.6), SETTINGS)
+    text = commented_manifest(
+        "init", JobPlaces("model", Text(files=("text",)), "out", "run"), Goal("keep", 0.6), SETTINGS
+    )
     text = text.replace("  - {method", "  # - {corrected", 1).replace("  # - {method", "  - {method", 1)
     (entry,) = parse_manifest(decode_document(text.encode(), "it"), "it").methods
     assert entry.refine is not None

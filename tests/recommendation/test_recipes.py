@@ -13,12 +13,12 @@ from manifests.loading import decode_document, parse_manifest
 from pipeline.cost_model.serving_memory import ServingMemory
 from pipeline.inputs.fitting import DoesNotFitError
 from pipeline.inputs.job_inputs import Inputs
-from pipeline.recommendation.commented_manifest import Places, commented_manifest
+from pipeline.recommendation.commented_manifest import JobPlaces, commented_manifest
 from pipeline.recommendation.recipes import Recipe, choose_recipe, recipes
 from pipeline.recommendation.settings import Goal
 from tests.recommendation.test_commented_manifest import SETTINGS
 
-PLACES = Places("model", Text(files=("text",)), "out", "run")
+PLACES = JobPlaces("model", Text(files=("text",)), "out", "run")
 GB = 10**9
 
 

@@ -35,7 +35,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[tuple[int, int], fl
 
     def note(name: str, values: Any, logarithmic: bool, label: str, caption: str) -> Plot:
         seen[name] = dict(values)
-        return Plot("ranks", "", caption)
+        return Plot("", caption)
 
     monkeypatch.setattr(maps, "_heat_map", note)
     return seen

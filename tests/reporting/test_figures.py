@@ -37,10 +37,10 @@ def axes_of(monkeypatch: pytest.MonkeyPatch) -> dict[str, Axes]:
     """The axes of each plot that was drawn, by its name."""
     drawn: dict[str, Axes] = {}
 
-    def draw(section: str, name: str, caption: str, plot: Callable[[Axes], None], height_inches: float = 1.0) -> Plot:
+    def draw(name: str, caption: str, plot: Callable[[Axes], None], height_inches: float = 1.0) -> Plot:
         drawn[name] = Figure().add_subplot()
         plot(drawn[name])
-        return Plot(section, "", caption)
+        return Plot("", caption)
 
     monkeypatch.setattr(figures, "draw", draw)
     return drawn
@@ -51,7 +51,8 @@ def lines(axes: Axes) -> list[list[tuple[float, float]]]:
 
 
 def test_a_run_without_data_has_no_figures(axes_of: dict[str, Axes]) -> None:
-    assert figures.all_plots(run_of(summary=None, units=(), commits=(), ended=None, statistics_bytes={})) == []
+    run = run_of(summary=None, units=(), commits=(), ended=None, statistics_bytes={})
+    assert not any(figures.plots_of(run, section) for section in figures.PLOTS)
     assert not axes_of
 
 
@@ -82,7 +83,7 @@ def test_a_curve_shows_its_frontier_and_the_chosen_point(axes_of: dict[str, Axes
 def test_ranks_that_are_not_on_the_curve(axes_of: dict[str, Axes], ranks: dict[str, dict[str, int]]) -> None:
     run = run_of(curves={"1/0/mlp": CURVE}, ranks=ranks)
     assert figures.chosen_point(run, "1/0/mlp") is None
-    assert figures._predicted_loss(run) is None
+    assert not figures._predicted_loss(run)
 
 
 def test_predicted_losses_are_stacked_by_group_and_experts_are_one(axes_of: dict[str, Axes]) -> None:
@@ -123,4 +124,4 @@ def test_errors_of_each_figure(axes_of: dict[str, Axes]) -> None:
     }
     figures._errors(run_of(layers=layers_of(reports)))
     assert lines(axes_of["errors"]) == [[(0, 0.25), (1, 0.5)], []]
-    assert figures._errors(run_of(layers=layers_of({0: {"mlp": {"error": 0.0}}}))) is None
+    assert figures._errors(run_of(layers=layers_of({0: {"mlp": {"error": 0.0}}}))) == []

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.failing_disk import flip
+
 CHANGES = ("fsync", "link", "mkdir", "remove", "rename", "replace", "rmdir", "unlink")
 LINK, MKDIR = os.link, os.mkdir
 
@@ -83,12 +85,6 @@ def _copy(directory: Path, copy: Path) -> None:
                 shutil.copy2(source, target / name)
 
 
-def _flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0x10
-    path.write_bytes(data)
-
-
 def _flip_last(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 0x01
@@ -96,7 +92,7 @@ def _flip_last(path: Path) -> None:
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "flipped": _flip,
+    "flipped": flip,
     "flipped-end": _flip_last,
     "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
     "cut-to-nothing": lambda path: os.truncate(path, 0),

@@ -64,7 +64,7 @@ def test_the_template_writes_all_of_a_conversation() -> None:
 
 def test_tools_are_objects() -> None:
     for tools in ("look", ["look"], {"name": "look"}):
-        with pytest.raises(DamagedError, match="its tools are no list of objects"):
+        with pytest.raises(DamagedError, match="its tools are not a list of objects"):
             written(CHAT, tools)
     assert written(CHAT, []) == written(CHAT, "[]") == written(CHAT)
 
@@ -100,7 +100,7 @@ def test_calls_have_their_arguments_as_objects() -> None:
         ([{"role": "user", "content": 3}], "content is int, expected text or a list of parts"),
         (
             [{"role": "user", "content": [{"type": "image", "url": "a"}]}],
-            "a part of the type 'image', which is no text",
+            "a part of the type 'image', which is not text",
         ),
         ([*CHAT, {"role": "system", "content": "w1"}], "refuses it: TemplateError: system is not first"),
         ([{**call({}), "tool_calls": 3}], "tool_calls is int, expected a list"),
@@ -204,12 +204,12 @@ def test_windows_of_conversations_have_one_prefix_and_the_templates_end(tmp_path
 
 def test_what_a_manifest_says_of_conversations() -> None:
     for fields, said in (
-        ({"field": "a", "messages": "b"}, "field is of texts; messages, tools and template are of conversations"),
+        ({"field": "a", "messages": "b"}, "field is for texts; messages, tools and template are for conversations"),
         ({"field": []}, r"field: \[\] should be different names"),
         ({"field": ["a", "a"]}, "should be different names"),
         ({"field": 3}, "field: should be text"),
         ({"field": ["a", 3]}, "field.1: should be text"),
-        ({"template": {"tokenize": True}}, "template.tokenize: is no argument of a chat template"),
+        ({"template": {"tokenize": True}}, "template.tokenize: is not an argument of a chat template"),
         ({"template": "a"}, "template: should be a"),
     ):
         with pytest.raises(InputError, match=said):

@@ -22,6 +22,7 @@ from stores.durable import (
     sweep_partials,
     write_durably,
 )
+from tests.failing_disk import no_hard_links
 
 
 def names(directory: Path) -> list[str]:
@@ -53,10 +54,6 @@ def test_create_only_accepts_a_link_that_was_repeated(tmp_path: Path, monkeypatc
     monkeypatch.setattr(os, "link", repeated)
     create_only(tmp_path / "a", b"one")
     assert (tmp_path / "a").read_bytes() == b"one"
-
-
-def no_hard_links(*_: object) -> None:
-    raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
 
 def test_create_only_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

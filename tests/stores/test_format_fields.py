@@ -17,11 +17,11 @@ from compressed_tensors.config import DenseSparsityConfig
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 
 from manifests.errors import InputError
-from stores.format_fields import ARGUMENTS, AWQ, COMPRESSED, FP8, GPTQ, GPTQ_MODULE, MXFP4, SCHEME, SPARSITY, Fields
+from stores.format_fields import ARGUMENTS, AWQ, COMPRESSED, FP8, GPTQ, GPTQ_MODULE, MXFP4, SCHEME, SPARSITY, FieldTable
 from stores.formats import stored_weights
 from tests.encoders import ENCODERS, scheme
 
-CLASSES: dict[str, tuple[Fields, Any]] = {
+CLASSES: dict[str, tuple[FieldTable, Any]] = {
     "fp8": (FP8, transformers.FineGrainedFP8Config()),
     "mxfp4": (MXFP4, transformers.Mxfp4Config()),
     "gptq": (GPTQ, transformers.GPTQConfig(bits=4)),
@@ -56,7 +56,7 @@ def test_every_field_of_compressed_tensors_is_listed() -> None:
 
 
 @pytest.mark.parametrize("fields", [FP8, MXFP4, GPTQ, GPTQ_MODULE, AWQ, COMPRESSED, SPARSITY, SCHEME, ARGUMENTS])
-def test_a_field_has_one_treatment(fields: Fields) -> None:
+def test_a_field_has_one_treatment(fields: FieldTable) -> None:
     assert len(fields.names) == len(fields.kept) + len(fields.fixed) + len(fields.unread)
 
 

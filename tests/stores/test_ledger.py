@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -17,6 +16,7 @@ from pipeline.driver.ledger_keys import RANKS, measured_key
 from stores.disk import Disk
 from stores.durable import partial_path
 from stores.ledger import Ledger, LedgerView
+from tests.failing_disk import no_hard_links
 
 KilledAnywhere = Callable[..., int]
 
@@ -192,10 +192,6 @@ def test_a_reader_survives_a_commit_in_between(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(Disk, "read", read)
     assert Ledger(tmp_path).get("a") == {"n": 2}
-
-
-def no_hard_links(*_: object) -> None:
-    raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
 
 @pytest.mark.parametrize("links", [True, False])

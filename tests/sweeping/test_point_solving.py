@@ -18,8 +18,8 @@ from pipeline.sweeping.point_solving import _compress_and_score, _result_line, _
 from pipeline.units.scores import Scored, Windows
 from stores.activations import ActivationStore
 from stores.ledger import Ledger
+from tests.failing_disk import flip
 from tests.memory_storage import Memory
-from tests.workers.bench import flip
 
 IDS = torch.arange(12, dtype=torch.int32).reshape(3, 4)
 

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.reporting.drawing import INK, MARKERS, SERIES
-from pipeline.sweeping.front import Point, front
+from pipeline.sweeping.front import PlotPoint, front
 from pipeline.sweeping.plots import RING, sweep_plots
 from pipeline.sweeping.results import as_csv, calibrated_losses, print_results
 from pipeline.sweeping.sweep_page import render_sweep
@@ -68,14 +68,14 @@ def test_the_front_is_what_no_point_beats(seed: int) -> None:
         for other, lost in points
         if other <= size and lost <= loss and (other < size or lost < loss)
     }
-    named = [Point(size, loss, str(place % 3)) for place, (size, loss) in enumerate(points)]
+    named = [PlotPoint(size, loss, str(place % 3)) for place, (size, loss) in enumerate(points)]
     assert front(named) == set(range(len(points))) - beaten
 
 
 def test_a_curve_that_wins_for_a_hair_s_breadth_more_bytes_takes_the_ring() -> None:
     """One percent of the dense model's bytes is no advantage over another curve; over its own curve it is one."""
     curves = {"svd": [(0.795, 4.0)], "loss_aware": [(0.8, 1.0), (0.605, 5.0), (0.599, 5.1)], "flat": [(0.64, 4.9)]}
-    points = [Point(size, loss, name) for name, line in curves.items() for size, loss in line]
+    points = [PlotPoint(size, loss, name) for name, line in curves.items() for size, loss in line]
     assert front(points) == {1, 2, 3, 4}
     assert front(points, tolerance=0.0) == {0, 1, 2, 3, 4}
 

@@ -134,13 +134,6 @@ def hooked(handle: Any) -> Iterator[None]:
     handle.remove()
 
 
-def flip(path: Path) -> None:
-    """Damage a byte in the middle of a file."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0x10
-    path.write_bytes(data)
-
-
 def rewrite(model: Path, copy: Path, name: str, change: Any) -> Path:
     """Copy a checkpoint, with one tensor changed in place."""
     from safetensors.torch import load_file, save_file

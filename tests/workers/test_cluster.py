@@ -78,13 +78,13 @@ def test_nobody_answers() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
-        with pytest.raises(InputError, match=rf"none answers at {address} .*--connect-timeout"):
+        with pytest.raises(InputError, match=rf"no cluster answers at {address} .*--connect-timeout"):
             await_cluster(address, 0.5, never)
 
 
 @pytest.mark.slow
 def test_somebody_who_is_no_ray() -> None:
-    with silent_server() as address, pytest.raises(InputError, match=r"none answers at .*timed out.*0.5 s"):
+    with silent_server() as address, pytest.raises(InputError, match=r"no cluster answers at .*timed out.*0.5 s"):
         await_cluster(address, 0.5, never)
     with http_server() as address, pytest.raises(InputError, match=r"the server is not Ray"):
         await_cluster(address, 0.5, never)
@@ -206,7 +206,7 @@ def test_the_environment_s_address_is_named(starts: list[dict[str, Any]], monkey
         connect(None, Workers())
     # What a Ray that is dead has left: `ray.init` would wait for it for ever.
     monkeypatch.setattr(cluster.services, "find_bootstrap_address", lambda *_: "127.0.0.1:9")
-    with pytest.raises(InputError, match=r"none answers at 127.0.0.1:9.*RAY_ADDRESS gave this one: unset it"):
+    with pytest.raises(InputError, match=r"no cluster answers at 127.0.0.1:9.*RAY_ADDRESS gave this one: unset it"):
         connect(None, Workers(), timeout_s=0.1)
     monkeypatch.setenv("RAY_ADDRESS", "localhost")
     with pytest.raises(InputError, match=r"'localhost' is not an address.*RAY_ADDRESS gave this one"):

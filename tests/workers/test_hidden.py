@@ -10,7 +10,7 @@ import torch
 
 from manifests.errors import CorruptError
 from stores.activations import ActivationStore
-from tests.workers.bench import flip
+from tests.failing_disk import flip
 from workers.copies import Copies
 from workers.hidden import HiddenStates, InMemory, ShardKey
 

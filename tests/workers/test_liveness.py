@@ -13,6 +13,7 @@ import grpc
 import pytest
 
 from manifests.errors import WorkerError
+from tests.ports import free_port
 from workers import liveness
 from workers.liveness import RayWatch
 
@@ -106,9 +107,3 @@ def test_a_head_that_died(tmp_path: Path, notes: list[str], monkeypatch: pytest.
         monkeypatch.setattr(liveness, "PATIENCE_SECONDS", 0.0)
         with pytest.raises(WorkerError, match=r"has not answered for \d+ s .*run the same command again"):
             watch.check()
-
-
-def free_port() -> int:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        return int(unused.getsockname()[1])
