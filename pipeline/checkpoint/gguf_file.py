@@ -144,7 +144,7 @@ def _write(
     path: Path,
     describe: Callable[[Any, Sequence[str]], None],
     say: Callable[[str], None],
-    in_float32: bool,
+    in_float32: bool = False,
 ) -> dict[str, Any]:
     """Write the file. `describe`: adds all other fields than sizes, given the writer and the kinds of matrices.
 
