@@ -75,19 +75,15 @@ mutants: setup
 quickstart: setup
 	$(BIN)/python -m deploy.quickstart
 
-# Methods and bits compared on a real model, in runs/real, some hours on two cores; the same command goes on after a kill.
-# The model and its texts come from the hub; or from LAMINA_REAL_MODELS, a folder with smollm2-135m-instruct, and
-# LAMINA_REAL_TEXTS, one with wikitext103_train.txt and wikitext2_test.txt, of which a tenth is scored.
-REAL := --set output=runs/real/model --set run_dir=runs/real/run --plots runs/real
-ifdef LAMINA_REAL_MODELS
-REAL += --set model.source=$(LAMINA_REAL_MODELS)/smollm2-135m-instruct
-endif
-ifdef LAMINA_REAL_TEXTS
-REAL += --set 'calibration.text={files: [$(LAMINA_REAL_TEXTS)/wikitext103_train.txt]}'
-REAL += --set 'evaluation.perplexity.text={files: [$(LAMINA_REAL_TEXTS)/wikitext2_test.txt], end: 0.1}'
-endif
+# The README's figures on a real model, in runs/real: hours, which it says first, on two cores. The same command goes on
+# after a kill. The model, texts and tasks come from the hub; or from LAMINA_REAL_MODELS, a folder with
+# smollm2-135m-instruct, LAMINA_REAL_TEXTS, one with the three files of `python -m tools.real --help`, and
+# LAMINA_REAL_TASKS, task files such as tools/tasks/*.yaml. STEPS: some of the steps.
+REAL := $(if $(LAMINA_REAL_MODELS),--models '$(LAMINA_REAL_MODELS)')
+REAL += $(if $(LAMINA_REAL_TEXTS),--texts '$(LAMINA_REAL_TEXTS)')
+REAL += $(if $(LAMINA_REAL_TASKS),--tasks $(LAMINA_REAL_TASKS))
 real: setup
-	$(BIN)/python -m pipeline.sweep manifests/sweeps/real.yaml $(REAL)
+	$(BIN)/python -m tools.real $(STEPS) $(REAL)
 
 # The site of the documentation, in build/site; a broken link or anchor is an error.
 docs: setup

@@ -39,6 +39,11 @@ def main(argv: list[str] | None = None) -> int:
         help="for stock and gguf: store matrices with tables of levels unrounded; for stock, all matrices if "
         "transformers cannot read the codes of experts",
     )
+    options.add_argument(
+        "--float32",
+        action="store_true",
+        help="gguf: store matrices without codes in float32, so that nothing is rounded",
+    )
     options.add_argument("--no-vocabulary", action="store_true", help="gguf: token ids instead of text")
     options.add_argument("--json", action="store_true", help="print one JSON object")
     return run_command(_body, options.parse_args(argv))
@@ -50,11 +55,13 @@ def _body(arguments: Any) -> int:
     from pipeline.checkpoint.gguf_file import export_gguf
 
     note = partial(say, stream=sys.stderr)
-    if arguments.no_vocabulary and arguments.to != "gguf":
-        raise InputError(f"--no-vocabulary goes with --to gguf, not with --to {arguments.to}")
+    for option in ("no_vocabulary", "float32"):
+        if getattr(arguments, option) and arguments.to != "gguf":
+            raise InputError(f"--{option.replace('_', '-')} goes with --to gguf, not with --to {arguments.to}")
     if arguments.to == "gguf":
         words = not arguments.no_vocabulary
-        written = export_gguf(arguments.output, arguments.destination, note, arguments.multiply_out, words)
+        whole = arguments.multiply_out, words, arguments.float32
+        written = export_gguf(arguments.output, arguments.destination, note, *whole)
     else:
         target, destination = arguments.to, arguments.destination
         written = export_checkpoint(arguments.output, target, destination, note, arguments.multiply_out)

@@ -49,7 +49,10 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--sequences", type=int, metavar="N", help="with --fits: served at a time; default: 1")
     options.add_argument("--on", choices=DEVICES, help="with --fits: the device with the memory; default: gpu")
     options.add_argument(
-        "--for", dest="engine", choices=ENGINES, help="the engine that will serve the output, and what it keeps"
+        "--for",
+        dest="engine",
+        choices=ENGINES,
+        help="the engine that will serve the output: only what stays small in it is chosen",
     )
     options.add_argument("-o", "--output", default="job.yaml", metavar="FILE", help="default: %(default)s")
     options.add_argument("--force", action="store_true", help="overwrite the file")

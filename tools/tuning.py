@@ -43,8 +43,11 @@ FIRST = 8  # position of a window that is scored
 
 
 def passages(place: str) -> str:
-    """Return the text of FILE.txt, or of a JSON list FILE.json or FILE.json:FROM-TO of passages."""
+    """Return the text of FILE.txt, of a JSON list FILE.json or FILE.json:FROM-TO of passages, or of the rows of
+    FILE.jsonl, whose fields are parts of a document."""
     name, _, span = place.partition(":")
+    if name.endswith(".jsonl"):
+        return "\n".join("".join(json.loads(line).values()) for line in Path(name).read_text().splitlines())
     if not name.endswith(".json"):
         return Path(name).read_text()
     first, _, last = span.partition("-")
@@ -263,7 +266,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add what `Bench` needs."""
     parser.add_argument("checkpoint", help="a Hugging Face folder")
-    parser.add_argument("--text", required=True, help="calibration: FILE.txt, or FILE.json:FROM-TO of passages")
+    parser.add_argument(
+        "--text", required=True, help="calibration: FILE.txt, FILE.jsonl, or FILE.json:FROM-TO of passages"
+    )
     parser.add_argument("--score", nargs="+", required=True, metavar="TEXT", help="texts whose windows are scored")
     parser.add_argument("--cache", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--start-token", type=int, help="id that begins each window (Gemma's <bos>: 2)")

@@ -62,10 +62,13 @@ def export_gguf(
     say: Callable[[str], None],
     multiply_out: bool = False,
     with_vocabulary: bool = True,
+    in_float32: bool = False,
 ) -> dict[str, Any]:
     """Write OUTPUT to a file, a layer at a time. The file appears complete or not at all. Return its sizes.
 
     `multiply_out`: as in `export_checkpoint`. Without a vocabulary (`no_vocab`), llama.cpp reads and prints token ids.
+    `in_float32`: store matrices without codes in float32 in place of the source's dtype, to which products of factors
+    would be rounded.
 
     Raises:
         InputError: OUTPUT is not a Lamina checkpoint, the package gguf is missing, the file exists or its folder does
@@ -86,7 +89,7 @@ def export_gguf(
     unfinished = partial_path(path)
     try:
         with storage_errors("writing", path):
-            written = _write(checkpoint, config, unfinished, describe, say)
+            written = _write(checkpoint, config, unfinished, describe, say, in_float32)
             unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -143,6 +146,7 @@ def _write(
     path: Path,
     describe: Callable[[Any, Sequence[str]], None],
     say: Callable[[str], None],
+    in_float32: bool = False,
 ) -> dict[str, Any]:
     """Write the file. `describe`: adds all other fields than sizes, given the writer and the kinds of matrices.
 
@@ -152,6 +156,7 @@ def _write(
 
     numbers, kinds = 0, []
     shapes, dtypes, rounded, writer, tensors = _contents(checkpoint, config, path, say)
+    dtypes = {} if in_float32 else dtypes
     for name, shape in shapes:
         if name in rounded:
             kind: str = rounded[name].kind

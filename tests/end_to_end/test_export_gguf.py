@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,10 @@ BY_LAYER = {"methods": [{"method": "flat_llm", "layers": [1], "ranks": {"mlp": 3
 
 
 def written(
-    made: Job, name: str = "model.gguf", vocabulary: bool = True
+    made: Job, name: str = "model.gguf", vocabulary: bool = True, options: Sequence[str] = ()
 ) -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
     """(what the command said, the fields, the tensors) of an export."""
-    ended, destination = export(made, "gguf", name, *([] if vocabulary else ["--no-vocabulary"]))
+    ended, destination = export(made, "gguf", name, *options, *([] if vocabulary else ["--no-vocabulary"]))
     assert ended.code == 0, ended.err
     return (ended.json, *read_gguf(destination))
 
@@ -143,6 +143,23 @@ def test_half_precision_and_scaled_frequencies(tmp_path: Path, job: MakeJob) -> 
 
     kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(made.root / "model.gguf").tensors}
     assert (kinds["blk.0.attn_norm.weight"], kinds["blk.0.ffn_up.weight"]) == ("F32", "BF16")
+
+
+@needs_gguf
+@pytest.mark.usefixtures("inline")
+def test_products_of_factors_in_float32(tmp_path: Path, job: MakeJob) -> None:
+    """In the checkpoint's bfloat16 they are rounded once more, and the file says other logits than the checkpoint."""
+    made = job(make_source(tmp_path / "source", "llama", dtype=torch.bfloat16), **METHODS["joint_rank_k"])
+    made.run().json  # noqa: B018 - asserts the exit code
+    ids_BT = some_tokens(320)
+    wanted = logits_of(load(made.output).float(), ids_BT)
+    _, fields, tensors = written(made)
+    assert relative_error(logits_of(as_llama(fields, tensors), ids_BT), wanted) > 1e-4
+    _, fields, tensors = written(made, "whole.gguf", options=["--float32"])
+    assert fields["general.file_type"] == 0
+    assert relative_error(logits_of(as_llama(fields, tensors), ids_BT), wanted) < 1e-5
+    ended, _ = export(made, "dense", "dense", "--float32")
+    assert (ended.code, "--float32 goes with --to gguf" in ended.err) == (2, True)
 
 
 @needs_gguf
