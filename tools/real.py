@@ -94,7 +94,7 @@ def steps(options: argparse.Namespace) -> list[Step]:
         *fetched,
         Step("sweep", "the first table, and the picture", 60, sweep),
         Step("init", "the plan of the example", 1, init),
-        Step("job", "the output of the example", 18, ("pipeline.run", job, *places("job"))),
+        Step("job", "the output of the example", 30, ("pipeline.run", job, *places("job"))),
         Step("off-grid", "the model of the second table", 1, ("tools.off_grid", f"{model}", f"{off_grid}"), off_grid),
         Step("llama.cpp", "its rows of the second table", 8, ("tools.peers", *compared, "ggml:Q4_0", "ggml:IQ4_NL")),
         Step("levels", "the other rows", 12, ("tools.tuning", *compared, *levels)),
