@@ -20,11 +20,11 @@ from pipeline.methods.method import Moment
 from pipeline.units.sharding import gradient_count, gradient_samples
 from pipeline.units.sums import ChooseGrids, Total
 from pipeline.units.units import Backward, Forward
+from tests.failing_disk import flip
 from tests.workers.bench import (
     FAMILIES,
     SEQUENCE,
     Reference,
-    flip,
     make_setup,
     make_worker,
     save_source,

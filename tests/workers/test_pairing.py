@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from manifests.errors import CorruptError
 from pipeline.methods.method import Moment
 from pipeline.units.units import Pair, ShardDone
+from tests.failing_disk import flip
 from tests.workers.bench import (
     LOW,
     SAMPLES,
     Reference,
     close,
-    flip,
     hooked,
     make_setup,
     make_worker,

@@ -17,11 +17,11 @@ from manifests.errors import CorruptError
 from manifests.quantize import Quantize
 from manifests.records import StagedLayer
 from pipeline.units.units import Pair, Refine, RefineDone, Solve, SolvedGroup
+from tests.failing_disk import flip
 from tests.families.geometries import manifest
 from tests.workers.bench import (
     SAMPLES,
     SEQUENCE,
-    flip,
     make_setup,
     make_worker,
     save_source,

@@ -23,12 +23,12 @@ from pipeline.units.units import Forward
 from stores.activations import ActivationStore
 from stores.source import SourceCheckpoint
 from tests import factories
+from tests.failing_disk import flip
 from tests.workers.bench import (
     EVERYTHING,
     LOW,
     SAMPLES,
     Reference,
-    flip,
     held,
     make_setup,
     make_worker,

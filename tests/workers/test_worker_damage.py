@@ -12,11 +12,11 @@ from manifests.errors import CorruptError, LostInputError, NumericsError
 from pipeline.methods.method import Moment
 from pipeline.units.sums import ChooseGrids
 from pipeline.units.units import Forward, Solve, Write
+from tests.failing_disk import flip
 from tests.workers.bench import (
     LOW,
     Reference,
     close,
-    flip,
     held,
     make_setup,
     make_worker,
