@@ -241,8 +241,9 @@ def fit_methods(manifest: Manifest, geometry: Geometry) -> tuple[tuple[Method[An
         tasks = rounded_tasks(tasks, manifest, geometry)
     tasks = with_samples(tasks, geometry)
     allocate_ranks(manifest, methods, geometry, Scores(dict.fromkeys(range(geometry.num_layers), 1.0)))
-    if field := _measures_sizes(manifest):
-        _check_predicted_loss(field, manifest, tasks, predict_tasks(methods, geometry))
+    field = _measures_sizes(manifest)
+    if field and (fault := _predicted_loss_fault(field, manifest, tasks, predict_tasks(methods, geometry))):
+        raise InputError(fault)
     return methods, tasks
 
 
@@ -317,32 +318,34 @@ def measuring_layers(
     budget = manifest.budget
     if budget is None or budget.measure_layers is not None:
         return manifest
-    pays = len(layers_of(tasks)) >= MEASURED_FROM and not any(layer.num_experts for layer in geometry.layers)
-    again = any(task.corrections or task.refine for task in tasks)
-    measures = possible and pays and not again and (budget.keep is not None or budget.bytes is not None)
-    try:
-        if measures:
-            _check_predicted_loss(MEASURE_LAYERS, manifest, tasks, predict_tasks(methods, geometry))
-    except InputError:
-        measures = False
+    measures = (
+        possible
+        and budget.keep != 1.0
+        and (budget.keep is not None or budget.bytes is not None)
+        and len(layers_of(tasks)) >= MEASURED_FROM
+        and not any(layer.num_experts for layer in geometry.layers)
+        and not any(task.corrections or task.refine for task in tasks)
+        and not _predicted_loss_fault(MEASURE_LAYERS, manifest, tasks, predict_tasks(methods, geometry))
+    )
     return manifest.model_copy(update={"budget": budget.model_copy(update={"measure_layers": measures})})
 
 
-def _check_predicted_loss(field: str, manifest: Manifest, tasks: Sequence[Task], predicted: Sequence[Task]) -> None:
-    """Raise InputError unless losses can be predicted and measured at several sizes, which a field needs."""
+def _predicted_loss_fault(field: str, manifest: Manifest, tasks: Sequence[Task], predicted: Sequence[Task]) -> str:
+    """Return why losses cannot be predicted and measured at several sizes, which a field needs; empty if they can."""
     calibration = manifest.calibration
     remedy = "give keep" if field == "budget.max_loss" else "leave it out"
     if {(task.layer, task.name) for task in predicted} != {(task.layer, task.name) for task in tasks}:
-        raise InputError(f"{field}: all methods must follow predicted loss (allocation: loss); or {remedy}")
+        return f"{field}: all methods must follow predicted loss (allocation: loss); or {remedy}"
     if calibration is None or calibration.gradient.kind == "local" or calibration.propagate != "dense":
-        raise InputError(
+        return (
             f"{field}: needs calibration with propagate: dense and gradient.kind: model; random gradients "
             "predict no loss in nats"
         )
     if manifest.statistics.keep is False:
-        raise InputError(f"{field}: tries sizes from kept statistics; leave out statistics.keep: false")
+        return f"{field}: tries sizes from kept statistics; leave out statistics.keep: false"
     if field == "evaluation.calibrate_prediction" and (manifest.budget is None or manifest.budget.keep is None):
-        raise InputError(f"{field}: measures sizes beside budget.keep; give budget.keep, or leave it out")
+        return f"{field}: measures sizes beside budget.keep; give budget.keep, or leave it out"
+    return ""
 
 
 def _check_formats(source: SourceCheckpoint, config: Mapping[str, Any], methods: Sequence[Method[Any]]) -> None:

@@ -128,6 +128,7 @@ def test_deep_models_are_measured_by_themselves(job: MakeJob, monkeypatch: pytes
         ("llama", {"methods": [{"method": "loss_aware", "correct": "output"}]}, False),
         ("llama", {"methods": [{"method": "loss_aware", "refine": True}]}, False),
         ("llama", {"budget": {"max_loss": 0.1}}, False),
+        ("llama", {"budget": {"keep": 1.0}}, False),
         ("llama", {"budget": {"multiple": 8}, "methods": [{"method": "loss_aware", "keep": 0.8}]}, False),
         ("llama", {"budget": {"bytes": 0.3}, "quantize": {"bits": "auto"}}, True),
         ("llama", {"statistics": {"keep": False}}, False),
