@@ -79,7 +79,7 @@ def test_killed_between_tries_it_ends_the_same(within: Job, job: MakeJob) -> Non
         ({"methods": [{"method": "flat_llm"}]}, "all methods must follow predicted loss"),
         ({"calibration.gradient": {"kind": "local"}}, "budget.max_loss"),
         ({"statistics": {"keep": False}}, "statistics.keep: false"),
-        ({"budget": {"max_loss": 0.1, "keep": 0.5}}, "either `keep`, `bytes` or `max_loss`"),
+        ({"budget": {"max_loss": 0.1, "keep": 0.5}}, "either `keep`, `bytes`, `max_loss` or `fit`"),
     ],
 )
 def test_what_makes_no_sense_is_refused(changes: dict[str, Any], said: str, job: MakeJob, no_ray: None) -> None:
