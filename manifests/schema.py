@@ -365,6 +365,11 @@ class Manifest(Block):
         """True if ranks are chosen again by measured losses of layers."""
         return self.budget is not None and bool(self.budget.measure_layers)
 
+    @property
+    def measures_unrounded(self) -> bool:
+        """True if layers are measured before they are rounded: predicted losses of given bits are of ranks alone."""
+        return self.measures_layers and self.quantize is not None and self.quantize.bits != "auto"
+
     def semantic(self) -> dict[str, Any]:
         """Return the fields that change the output's bytes; the fingerprint covers them.
 

@@ -230,8 +230,8 @@ class Worker:
         problem = self._problem(unit.task)
         with self._computing():
             statistics = self._completed(unit.task, unit.statistics, unit.hint)
-        if unit.task.refine is not None:
-            problem = replace(problem, quantize=None)  # rounded after the training
+        if unit.task.refine is not None or not unit.rounds:
+            problem = replace(problem, quantize=None)  # a refined group is rounded after its training
         with self._computing(), tensor_cores(self.setup.dtype):
             solved = solve_group(problem.with_statistics(statistics, self.transfer), unit.ranks, before)
         return solve_done(solved, self.transfer, unit.parts)

@@ -118,7 +118,8 @@ def make_plan(
         run_dir_bytes=tokens * TOKEN_BYTES
         + _stored_states(manifest, workers) * activations
         + _stored_statistics(passes, statistics)
-        + _stored_models(manifest) * size.num_bytes,
+        + _stored_models(manifest) * size.num_bytes
+        + (max(0, size.numbers * itemsize - size.num_bytes) if manifest.measures_unrounded else 0),
         output_bytes=size.num_bytes,
         output_bound=bound,
         expected_numbers=size.numbers,

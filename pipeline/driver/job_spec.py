@@ -102,6 +102,7 @@ class Job(CalibrationPasses):
         every: the number of layers between two commits of hidden states.
         experts: for each layer, the number of experts that its router chooses from.
         held_experts: the number of experts that a worker holds at a time.
+        rounds: round solved matrices as the manifest says.
         measures: the measurements of dense weights on which ranks depend.
         predicts: the groups on whose curves ranks depend.
         points: for each layer, the points at which groups may be corrected, step by step in the order of the forward
@@ -117,6 +118,7 @@ class Job(CalibrationPasses):
     predicts: tuple[Task, ...] = ()
     experts: tuple[int, ...] = ()
     held_experts: int = 1
+    rounds: bool = True
 
     def parts(
         self, layer: int, moments: Sequence[Moment], staged: StagedLayer | Unwritten | None = None

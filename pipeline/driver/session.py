@@ -143,6 +143,7 @@ def solve_units(
             {moment: statistics[moment.key] for moment in task.moments},
             hint=hint(task),
             parts=job.factor_parts(task),
+            rounds=job.rounds,
         )
         for task in job.tasks
         if task.layer == layer

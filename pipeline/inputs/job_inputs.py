@@ -59,6 +59,7 @@ class Inputs:
     Attributes:
         serving: where the manifest says `budget.fit`, the memory of serving beside the weights. The manifest here has
             `budget.bytes` in its place.
+        rounds: round solved matrices as the manifest says.
     """
 
     manifest: Manifest
@@ -69,6 +70,7 @@ class Inputs:
     tasks: tuple[Task, ...]
     dtype: torch.dtype
     serving: ServingMemory | None = None
+    rounds: bool = True
 
     @property
     def dtype_name(self) -> str:

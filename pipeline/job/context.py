@@ -282,7 +282,8 @@ def check_ledger(job: JobContext) -> None:
 
 def driver_job(inputs: Inputs) -> Job:
     """Return the job as the driver sees it."""
-    return job_spec(inputs.manifest, inputs.methods, inputs.geometry, inputs.tasks, inputs.passes)
+    job = job_spec(inputs.manifest, inputs.methods, inputs.geometry, inputs.tasks, inputs.passes)
+    return replace(job, rounds=inputs.rounds)
 
 
 def job_spec(

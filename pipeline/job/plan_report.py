@@ -96,7 +96,8 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
     if manifest.evaluation.calibrate_prediction:
         phases["other sizes"] = OTHER_SIZES * size_seconds(phases, passes)
     if manifest.measures_layers:
-        phases["measured layers"] = size_seconds(phases, passes) + BLOCKS * measured_run_seconds(work, rates, passes)
+        again = size_seconds(phases, passes) - (phases.get("round", 0.0) if manifest.measures_unrounded else 0.0)
+        phases["measured layers"] = again + BLOCKS * measured_run_seconds(work, rates, passes)
     calibration = manifest.calibration
     if calibration is not None and calibration.chooses_samples:
         texts = {"amount of text": amount_seconds(calibration, geometry.layers[0], rates)} | texts

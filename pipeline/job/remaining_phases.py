@@ -112,7 +112,8 @@ class _Remaining:
             if self.passes.in_pass and not planned and self._missing(_keys(dense_key, range(self.passes.layers))):
                 planned.append(PlannedPhase(phase, self._last_solves))
             else:
-                planned += self._phase(phase, amount, keys)
+                unrounded = number == 0 and measures and self.job.manifest.measures_unrounded
+                planned += self._phase(phase, amount - unrounded * self.seconds.get("round", 0.0), keys)
             if scored and (number > 0 or ledger.get(HELD_OUT_SCORE) is None):
                 models = ("held-out-dense", "held-out")[has_dense or number > 0 :]
                 planned += [PlannedPhase(f"score {model}", of_model) for model in models]

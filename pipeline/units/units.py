@@ -221,6 +221,7 @@ class Solve(WorkUnit):
         before: handle of the factors from the group's previous correction.
         hint: `Curve.hint` of the group's curve, if it was computed from the same statistics.
         parts: largest number of handles of factors; above 1 if the group has more experts than a worker holds.
+        rounds: round the factors as the manifest says.
     """
 
     task: Task
@@ -229,6 +230,7 @@ class Solve(WorkUnit):
     before: Any | None = None
     hint: str = ""
     parts: int = 1
+    rounds: bool = True
 
     @property
     def key(self) -> str:

@@ -65,6 +65,16 @@ def test_few_windows_are_measured(job: MakeJob, monkeypatch: pytest.MonkeyPatch)
     assert few.ledger("held_out_score")["tokens"] == whole.ledger("held_out_score")["tokens"]
 
 
+def test_layers_are_measured_before_they_are_rounded(job: MakeJob) -> None:
+    """The losses that codes of given bits add are in no prediction."""
+    plain, rounded = job(**MEASURED), job(**MEASURED, quantize={"bits": 3, "group": None})
+    assert [each.run().code for each in (plain, rounded)] == [0, 0]
+    assert rounded.ledger("ratios") == plain.ledger("ratios")
+    layers = [rounded.ledger(f"layer/{layer:05d}") for layer in range(LAYERS)]
+    assert all(layer["rounded"] for layer in layers)
+    assert rounded.ledger("held_out_score")["divergence"] > plain.ledger("held_out_score")["divergence"]
+
+
 def test_with_and_without_it_in_one_run_directory(job: MakeJob) -> None:
     """The statistics serve both; the other ranks are forgotten."""
     made, plain, measured = job(**MEASURED), job(**PLAIN), job(**MEASURED)
