@@ -10,7 +10,7 @@ from pipeline.driver.job_spec import passes_of, solves_in_pass
 from pipeline.families.geometry import Geometry
 from pipeline.methods.method import Task
 from pipeline.methods.registry import build_methods, predict_tasks
-from pipeline.units.sharding import MEASURED_TOKENS, held_out_windows, text_windows
+from pipeline.units.sharding import held_out_windows
 
 
 def planned_passes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> PlannedPasses:
@@ -20,8 +20,6 @@ def planned_passes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]
     shards = passes.shards if calibration else geometry.num_layers
     samples, length = (calibration.samples, calibration.sequence_length) if calibration else (1, 1)
     compressed = passes.propagate == "compressed"
-    held_out = held_out_windows(samples, samples, length)
-    measured = text_windows(held_out, length, MEASURED_TOKENS)
     waits = bool(passes.scores or predict_tasks(methods, geometry))
     return PlannedPasses(
         geometry.num_layers,
@@ -32,9 +30,7 @@ def planned_passes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]
         offload=True,
         every=manifest.resume.every if isinstance(manifest.resume.every, int) else 0,
         gradient_shards=max(1, len(passes.gradient_shards)),
-        held_out_shards=max(1, min(shards, held_out)),
-        measured_windows=max(1, measured),
-        measured_share=measured / max(1, held_out),
+        held_out_shards=max(1, min(shards, held_out_windows(samples, samples, length))),
         in_pass=solves_in_pass(passes.propagate, tasks, ranks_wait=waits),
         keep_statistics=passes.keep_statistics,
         joined=calibration is not None and geometry.streams(manifest.workers.experts),

@@ -36,7 +36,6 @@ class PlannedPasses:
         joined: held-out text passes the dense model together with both texts, before all other passes.
         every: layers between two commits of hidden states; 0: unknown, or so many that commits are cheap.
         gradient_shards, held_out_shards: shards of the backward pass's samples, and of held-out text.
-        measured_windows: windows of held-out text on which runs of layers are measured. measured_share: of all windows.
     """
 
     layers: int
@@ -48,8 +47,6 @@ class PlannedPasses:
     cached: bool = False
     gradient_shards: int = 1
     held_out_shards: int = 1
-    measured_windows: int = 1
-    measured_share: float = 1.0
     every: int = 0
     in_pass: bool = False
     keep_statistics: bool = True
@@ -294,10 +291,13 @@ def _gradient_layer_seconds(work: LayerWork, rates: Rates, passes: PlannedPasses
 def _scoring_phases(work: LayerWork, rates: Rates, passes: PlannedPasses, solve: float) -> dict[str, float]:
     """Return the phases after the solves. Workers that are idle during the solves do some of this work then."""
     layers, workers, phases = passes.layers, passes.workers, {}
+    reading = 0.0 if passes.cached or passes.joined else work.weight_bytes / rates.disk
+    written = 0.0 if passes.cached else work.written_bytes / rates.disk
+    windows, by = passes.held_out_shards, scorers(passes.held_out_shards, workers)
+    share = by * shards_per_worker(windows, workers) / windows / workers
     models = work.held_out_flops[-passes.held_out_models :]
-    reading = 0.0 if passes.joined else work.weight_bytes
-    scoring = _scored_seconds(models, reading + work.written_bytes, work, rates, passes)
-    held_out = scoring if any(work.held_out_flops) else 0.0
+    scoring = share * sum(held_out_seconds(flops, work, rates, passes) for flops in models)
+    held_out = layers * max(scoring, reading + written) if any(work.held_out_flops) else 0.0
     comparing = layers * compare_seconds(work, rates, passes) if work.compare_flops else 0.0
     busy = sum(solve_seconds(each, rates) for each in work.solves)
     busy += 0.0 if work.correction_flops else len(work.solves) * moment_wait_seconds(work, rates, passes)
@@ -310,24 +310,6 @@ def _scoring_phases(work: LayerWork, rates: Rates, passes: PlannedPasses, solve:
     if held_out:
         phases["held-out"] = after
     return phases
-
-
-def measured_run_seconds(work: LayerWork, rates: Rates, passes: PlannedPasses) -> float:
-    """Return the seconds to measure one run of compressed layers, on fewer windows than a score of all layers."""
-    flops = passes.measured_share * work.held_out_flops[1]
-    fewer = replace(passes, held_out_shards=min(passes.held_out_shards, passes.measured_windows))
-    return _scored_seconds([flops], work.weight_bytes, work, rates, fewer)
-
-
-def _scored_seconds(
-    flops: Sequence[float], read_bytes: float, work: LayerWork, rates: Rates, passes: PlannedPasses
-) -> float:
-    """Return the seconds to score models on held-out text. `flops`, `read_bytes`: of each model, of all, in a layer."""
-    reading = 0.0 if passes.cached else read_bytes / rates.disk
-    windows, by = passes.held_out_shards, scorers(passes.held_out_shards, passes.workers)
-    share = by * shards_per_worker(windows, passes.workers) / windows / passes.workers
-    scoring = share * sum(held_out_seconds(each, work, rates, passes) for each in flops)
-    return passes.layers * max(scoring, reading)
 
 
 def evaluate_seconds(flops: float, rates: Rates, workers: int) -> float:

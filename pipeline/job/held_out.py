@@ -25,7 +25,6 @@ from pipeline.job.context import JobContext
 from pipeline.job.worker_session import JobWorkers
 from pipeline.reporting.summary import held_out_line
 from pipeline.units.scores import Scored, Windows
-from pipeline.units.sharding import MEASURED_TOKENS, text_windows
 
 DENSE, COMPRESSED = "held-out-dense", "held-out"  # names of the scored models in the ledger
 
@@ -113,8 +112,8 @@ def forget_other_text(job: JobContext) -> None:
 
 
 def divergence_with(job: JobContext, workers: JobWorkers, compressed: Container[int], name: str) -> float:
-    """Return the divergence of the model in which these layers alone are compressed, on a few held-out windows.
-    `name`: of this model. Raises Interrupted."""
+    """Return the divergence of the model in which these layers alone are compressed. `name`: of this model. Raises
+    Interrupted."""
     divergence = _score(job, workers, compressed, name).divergence
     workers.scorer(job).forget(name)
     return divergence
@@ -129,10 +128,8 @@ def _score(
     while True:
         try:
             windows, outputs = _dense(job, workers)
-            if compressed is not None:
-                windows = windows.first(text_windows(*windows.tokens.shape, MEASURED_TOKENS))
             staged = [staged_layer(job.ledger, layer) if layer in chosen else None for layer in layers]
-            return _entry(workers.scorer(job).score(windows, name, staged, outputs[: windows.shards]))
+            return _entry(workers.scorer(job).score(windows, name, staged, outputs))
         except CorruptError as error:
             workers.pool.cancel_pending()
             repairs.invalidate(error)

@@ -27,7 +27,6 @@ from pipeline.cost_model.phases import (
     WORKERS_SECONDS,
     PlannedPasses,
     evaluate_seconds,
-    measured_run_seconds,
     object_store_bytes,
     phase_seconds,
 )
@@ -97,7 +96,7 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
         phases["other sizes"] = OTHER_SIZES * size_seconds(phases, passes)
     if manifest.measures_layers:
         again = size_seconds(phases, passes) - (phases.get("round", 0.0) if manifest.measures_unrounded else 0.0)
-        phases["measured layers"] = again + BLOCKS * measured_run_seconds(work, rates, passes)
+        phases["measured layers"] = again + BLOCKS * scored_seconds(phases, passes)
     calibration = manifest.calibration
     if calibration is not None and calibration.chooses_samples:
         texts = {"amount of text": amount_seconds(calibration, geometry.layers[0], rates)} | texts
@@ -182,7 +181,12 @@ def uncounted_healing(manifest: Manifest) -> list[str]:
 def size_seconds(phases: Mapping[str, float], passes: PlannedPasses) -> float:
     """Return the seconds to compress a model to one more size, and to score it on held-out text."""
     solving = sum(phases.get(name, 0.0) for name in ("solve", "round", "correct", "refine", "verify"))
-    return solving + phases.get("held-out", 0.0) / passes.held_out_models
+    return solving + scored_seconds(phases, passes)
+
+
+def scored_seconds(phases: Mapping[str, float], passes: PlannedPasses) -> float:
+    """Return the seconds to score one model on held-out text."""
+    return phases.get("held-out", 0.0) / passes.held_out_models
 
 
 def scoring_seconds(inputs: Inputs, tokens: torch.Tensor, rates: Rates, workers: int) -> float:

@@ -9,14 +9,7 @@ from typing import Any
 from manifests.records import LedgerKey
 from pipeline.console.eta import Eta, PlannedPhase
 from pipeline.cost_model.passes import gradient_tokens, planned_passes
-from pipeline.cost_model.phases import (
-    START_SECONDS,
-    WORKERS_SECONDS,
-    PlannedPasses,
-    evaluate_seconds,
-    measured_run_seconds,
-    phase_seconds,
-)
+from pipeline.cost_model.phases import START_SECONDS, WORKERS_SECONDS, PlannedPasses, evaluate_seconds, phase_seconds
 from pipeline.cost_model.rates import Rates
 from pipeline.cost_model.texts import texts_seconds
 from pipeline.cost_model.work import layer_work, scoring_flops
@@ -52,8 +45,7 @@ def job_eta(job: JobContext, rates: Rates) -> Eta:
     tokens = gradient_tokens(manifest, inputs.geometry, inputs.tasks)
     work = layer_work(manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize, tokens)
     passes = planned_passes(manifest, inputs.geometry, inputs.tasks)
-    of_run = measured_run_seconds(work, rates, passes)
-    remaining = _Remaining(job, passes, phase_seconds(work, rates, passes), of_run)
+    remaining = _Remaining(job, passes, phase_seconds(work, rates, passes))
     planned = [PlannedPhase("start", START_SECONDS)]
     if job.tokens is not None and job.ledger.get(TEXTS) is None:
         evaluation = 0 if job.evaluation is None else job.evaluation.ids.numel()
@@ -66,17 +58,11 @@ def job_eta(job: JobContext, rates: Rates) -> Eta:
 
 @dataclass(frozen=True)
 class _Remaining:
-    """The phases of a job without their committed layers.
-
-    Attributes:
-        seconds: the plan's seconds of each phase, for all layers.
-        of_run: seconds to measure one run of compressed layers.
-    """
+    """The phases of a job without their committed layers. `seconds`: the plan's, for all layers."""
 
     job: JobContext
     passes: PlannedPasses
     seconds: Mapping[str, float]
-    of_run: float
 
     def single_phases(self) -> list[PlannedPhase]:
         """Return the phases that come once: passes over the calibration text, and curves."""
@@ -119,7 +105,7 @@ class _Remaining:
                 planned += [PlannedPhase(f"score {model}", of_model) for model in models]
             blocks = blocks_of(layers_of(self.job.inputs.tasks)) if measures and number == 0 else []
             missing = [first for first, *_ in blocks if ledger.get(block_key(first)) is None]
-            planned += [PlannedPhase(f"score {block_name(first)}", self.of_run) for first in missing]
+            planned += [PlannedPhase(f"score {block_name(first)}", of_model) for first in missing]
         return planned
 
     @property

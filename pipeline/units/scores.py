@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from manifests.records import ArrayRecord, StagedLayer
@@ -47,12 +47,6 @@ class Windows:
         shards = min(shards, windows)
         ranges = tuple(shard_range(shard, shards, windows) for shard in range(shards))
         return cls(ranges, dtype, micro_batch, tokens, prefix)
-
-    def first(self, windows: int) -> Windows:
-        """Return about so many of the windows, at least: the first ones of each shard, or of the first shards."""
-        each = math.ceil(windows / self.shards)
-        cut = tuple((begin, min(begin + each, end)) for begin, end in self.ranges[:windows])
-        return replace(self, ranges=cut)
 
     @property
     def unscored(self) -> int:

@@ -8,7 +8,6 @@ TOKENS_PER_HIDDEN = 16
 GRID_TOKENS = 128  # tokens of a sample from which the grids of a layer's sums are chosen
 HELD_OUT = 10  # samples per held-out window
 HELD_OUT_TOKENS = 32_768  # at most, in all texts: a divergence to 3 % (docs/results.md#choices-that-were-measured)
-MEASURED_TOKENS = 4_096  # at most, of held-out text on which runs of layers are measured
 TEXT_TOKENS = 8_192  # at most, of each text on which the dense model is scored before the job's passes
 LEAST_TOKENS = 16_384  # 16 tokens per hidden number are too few for a narrow model, whose gradients cost little
 

@@ -16,7 +16,6 @@ from pipeline.driver.ledger_keys import HELD_OUT, LOSS_RATIOS
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.inputs import job_inputs
 from pipeline.inputs.job_inputs import MEASURED_FROM, fit_methods, measuring_layers
-from pipeline.job import held_out
 from pipeline.ranks.calibration import MOST
 from stores.activations import ActivationStore
 from stores.ledger import Ledger
@@ -52,17 +51,6 @@ def test_ranks_follow_the_measured_losses(job: MakeJob) -> None:
     assert summary["prediction"]["predicted"] != expected["prediction"]["predicted"]
     again = made.run()
     assert again.json["already_finished"]
-
-
-def test_few_windows_are_measured(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    windows = {**MEASURED, "calibration.samples": 24}  # three held-out ones
-    whole, few = job(**windows), job(**windows)
-    assert whole.run().code == 0
-    monkeypatch.setattr(held_out, "MEASURED_TOKENS", 1)
-    assert few.run().code == 0
-    measured = [[made.ledger(f"block/{layer:05d}")["measured"] for layer in range(LAYERS)] for made in (whole, few)]
-    assert measured[0] != measured[1]
-    assert few.ledger("held_out_score")["tokens"] == whole.ledger("held_out_score")["tokens"]
 
 
 def test_layers_are_measured_before_they_are_rounded(job: MakeJob) -> None:
