@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from manifests import VERSION
 from manifests.calibration import Text
@@ -21,6 +21,7 @@ from manifests.sweep import Sweep, SweepPoint, load_sweep
 from pipeline.console.calling import as_called
 from pipeline.console.exit_status import ending_of
 from pipeline.console.paths import resolve_paths
+from pipeline.console.pipes import flushed, until_reader_leaves
 from pipeline.console.supervision import tell
 from pipeline.console.wrapping import say
 
@@ -31,12 +32,18 @@ EXIT_CODES = "exit codes: 0 done, 2 wrong manifest or input, 75 interrupted (run
 
 def parser(command: str, description: str) -> argparse.ArgumentParser:
     """Return a command's parser with the options that all commands have."""
-    options = argparse.ArgumentParser(
-        prog=as_called(f"python -m pipeline.{command}"), description=description, epilog=EXIT_CODES
-    )
+    options = _Parser(prog=as_called(f"python -m pipeline.{command}"), description=description, epilog=EXIT_CODES)
     options.add_argument("--debug", action="store_true", help="show tracebacks of errors")
     options.add_argument("--version", action="version", version=f"Lamina {VERSION}", help="print the version")
     return options
+
+
+class _Parser(argparse.ArgumentParser):
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """End the command, also if the reader of its help has left."""
+        code = until_reader_leaves(lambda: flushed(status))
+        tell(code=code)
+        super().exit(code, message)
 
 
 def add_address(options: argparse.ArgumentParser) -> None:
@@ -136,16 +143,16 @@ def run_command(body: Callable[[argparse.Namespace], int], arguments: argparse.N
     """Run a command's body, print its error, and return the exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does, for letters that the locale lacks
-    code = _reported(body, arguments)
+    code = until_reader_leaves(lambda: _reported(body, arguments))
     tell(code=code)
     return code
 
 
 def _reported(body: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
     try:
-        return body(arguments)
+        return flushed(body(arguments))
     except BrokenPipeError:
-        return 1
+        raise
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         if arguments.debug and isinstance(error, (LaminaError, SystemExit)):
             traceback.print_exc()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from manifests import VERSION
 from pipeline.console.calling import SCRIPT
+from pipeline.console.pipes import flushed, until_reader_leaves
 
 INDENT = 4
 
@@ -31,15 +32,21 @@ def main() -> None:
         sys.argv = [f"{SCRIPT}{name}", *sys.argv[2:]]
         runpy.run_module(f"pipeline.{name}", run_name="__main__", alter_sys=False)
         return
+    sys.exit(until_reader_leaves(lambda: flushed(_answer(name, descriptions))))
+
+
+def _answer(name: str, descriptions: dict[str, str]) -> int:
+    """Print the answer to an argument that is not a command. Return the exit code."""
     if name in ("-h", "--help"):
         print("\n".join(_help(descriptions)))
-    elif name == "--version":
+        return 0
+    if name == "--version":
         print(f"Lamina {VERSION}")
-    else:
-        print("\n".join(_help(descriptions)), file=sys.stderr)
-        if name:
-            print(f"wrong input: {name!r} is not a command; commands are {', '.join(descriptions)}", file=sys.stderr)
-        sys.exit(2)
+        return 0
+    print("\n".join(_help(descriptions)), file=sys.stderr)
+    if name:
+        print(f"wrong input: {name!r} is not a command; commands are {', '.join(descriptions)}", file=sys.stderr)
+    return 2
 
 
 def _description(source: str) -> str:

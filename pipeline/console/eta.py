@@ -91,15 +91,17 @@ class Eta:
             self.measured = self._with(seconds, 1.0)
             self.at = None
 
-    def left(self, spent: float, share: float) -> float | None:
+    def left(self, spent: float, share: float, phase_s: float | None = None) -> float | None:
         """Return the seconds to the end of the job, when a `share` of the running phase is done after `spent` seconds.
 
-        None if there is no estimate: the phase was not planned, or none of it is done.
+        None if there is no estimate: the phase was not planned, or none of it is done. `phase_s`: the seconds to the
+        end of the running phase, if it has an estimate of its own.
         """
         if self.at is None or share <= 0:
             return None
         running = self.planned[self.at]
-        rest, measured = self.phase_left(spent, share), self._with(spent, share)
+        rest = self.phase_left(spent, share) if phase_s is None else phase_s
+        measured = self._with(spent, share)
         if running.kind not in self.measured and running.seconds and self._pace(self.measured, running) is not None:
             measured[running.kind] = (spent + rest, running.seconds * self.part)
         later = 0.0

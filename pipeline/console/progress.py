@@ -105,6 +105,12 @@ class JobObserver:
             self.state["layer"] = unit.task.layer
             self._update()
 
+    def step_done(self, step: int, of: int, loss: float, seconds_left: float) -> None:
+        """Count a step of a training. `seconds_left`: to its end."""
+        remaining = self.eta.left(time.monotonic() - self.started, step / of, seconds_left)
+        job_left = seconds_left if remaining is None else round(remaining, 1)
+        self.state |= {"unit": f"heal/{step}", "done": step, "of": of, "seconds_left": job_left, "loss": loss}
+
     def layer_done(self, phase: str, layer: int, summary: Mapping[str, GroupReport]) -> None:
         """Report a layer as committed, or as done if nothing of it is stored."""
         groups, experts = split_experts(summary)
@@ -137,6 +143,7 @@ class JobObserver:
 
     def expect(self, eta: Eta) -> None:
         """Set the phases ahead of the job, the running phase included."""
+        self.earlier = {**self.earlier, **self.eta.paces()}
         self.eta = eta
         self.eta.earlier = self.earlier
         self.eta.begin(self.state.get("phase", ""))

@@ -31,7 +31,7 @@ from pipeline.evaluation.losses import check_dense_loss
 from pipeline.families.geometry import Geometry
 from pipeline.inputs.calibration import EvaluationTokens, calibration_tokens, evaluation_tokens
 from pipeline.inputs.fingerprint import job_fingerprint
-from pipeline.inputs.healing_text import HealingTokens, read_healing_text
+from pipeline.inputs.healing_text import HealingTokens, calibration_as_text, read_healing_text
 from pipeline.inputs.job_inputs import MEASURE_LAYERS, Inputs, check_copied, measuring_layers, read_inputs
 from pipeline.job.ledger_entries import check_entries
 from pipeline.methods.base import Method
@@ -278,6 +278,14 @@ def check_ledger(job: JobContext) -> None:
     tried = ledger.get(TRIED_SIZE)  # the entries are of this size, which may not be the job's
     sized = job.inputs.at_size(tried.size) if tried and job.manifest.budget else job.inputs
     check_entries(ledger, driver_job(sized), job.inputs.config, job.inputs.source.tensors)
+
+
+def healing_tokens(job: JobContext) -> HealingTokens:
+    """Return the windows of the healing that the manifest asks for: of `heal.text`, or of the calibration text."""
+    if job.healing_text is not None:
+        return job.healing_text
+    assert job.tokens is not None, "the manifest has calibration or heal.text"
+    return calibration_as_text(job.manifest, job.tokens, job.held_out, job.prefix)
 
 
 def driver_job(inputs: Inputs) -> Job:

@@ -18,12 +18,12 @@ from manifests.importing import quick_imports
 from pipeline.driver.ledger_keys import COMPLETE, HEALED, HEALING, TEACHER, layer_key
 from pipeline.inputs.calibration import tokens_digest
 from pipeline.inputs.healing_text import HealingTokens
-from pipeline.job.context import JobContext
+from pipeline.job.context import JobContext, healing_tokens
 from pipeline.job.healed_ledger import HealedLedger, forget_figures
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.held_out import score_held_out
 from pipeline.job.student_training import Healing, train_student
-from pipeline.job.teacher import WorkerStarter, digest_of, healing_tokens, stored_teacher
+from pipeline.job.teacher import WorkerStarter, digest_of, stored_teacher
 from pipeline.job.worker_session import job_workers, teacher_arrays
 from stores.checkpoint import verify_shard
 
@@ -43,6 +43,7 @@ def heal_layers(job: JobContext, heartbeat: Heartbeat) -> JobContext:
     if entered is None or not entered.layers:
         return job
     healed = healed_job(job, entered)
+    job.observer.stage("start")
     with job_workers(healed, heartbeat) as workers:
         workers.compare(healed)
         score_held_out(healed, workers)

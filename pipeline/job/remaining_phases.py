@@ -8,6 +8,8 @@ from typing import Any
 
 from manifests.records import LedgerKey
 from pipeline.console.eta import Eta, PlannedPhase
+from pipeline.cost_model.estimate import Plan
+from pipeline.cost_model.healing_work import healing_work
 from pipeline.cost_model.passes import gradient_tokens, planned_passes
 from pipeline.cost_model.phases import START_SECONDS, WORKERS_SECONDS, PlannedPasses, evaluate_seconds, phase_seconds
 from pipeline.cost_model.rates import Rates
@@ -15,9 +17,11 @@ from pipeline.cost_model.texts import texts_seconds
 from pipeline.cost_model.work import layer_work, scoring_flops
 from pipeline.driver.job_spec import needs_both_models
 from pipeline.driver.ledger_keys import (
+    HEALED,
     HELD_OUT,
     HELD_OUT_SCORE,
     LOSS_RATIOS,
+    TEACHER,
     TEXTS,
     TRIES,
     block_key,
@@ -27,7 +31,8 @@ from pipeline.driver.ledger_keys import (
     gradient_key,
     layer_key,
 )
-from pipeline.job.context import JobContext, driver_job
+from pipeline.inputs.job_inputs import Inputs
+from pipeline.job.context import JobContext, driver_job, healing_tokens
 from pipeline.job.output_scores import dense_score_key
 from pipeline.methods.registry import layers_of
 from pipeline.ranks.calibration import OTHER_SIZES, blocks_of
@@ -39,8 +44,6 @@ WALK = ("statistics", "reduce", "solve", "round", "propagate")
 def job_eta(job: JobContext, rates: Rates) -> Eta:
     """Return the phases ahead of a job that begins or resumes. A search for a size is counted as `TRIED` sizes,
     each with its phases. For a sweep see `pipeline.sweeping.sweep_plan.sweep_eta`."""
-    if job.points:
-        return Eta()
     inputs, manifest = job.inputs, job.manifest
     tokens = gradient_tokens(manifest, inputs.geometry, inputs.tasks)
     work = layer_work(manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize, tokens)
@@ -52,8 +55,26 @@ def job_eta(job: JobContext, rates: Rates) -> Eta:
         seconds = texts_seconds(manifest, inputs.geometry, evaluation, work, rates, passes)
         planned.append(PlannedPhase("score texts", seconds))
     planned += [*remaining.single_phases(), *remaining.sizes()]
+    if manifest.heal is not None and job.ledger.get(HEALED) is None:
+        planned += [*healing_phases(job, inputs, job.plan, rates), *remaining.healed_scores()]
     planned.append(PlannedPhase("assemble", remaining.seconds["assemble"]))
     return Eta([*planned, *_evaluations(job, rates, passes)], inputs.geometry.num_layers)
+
+
+def healing_phases(job: JobContext, inputs: Inputs, plan: Plan, rates: Rates) -> list[PlannedPhase]:
+    """Return the training of a healing, and before it the teacher's pass, unless its result is entered.
+
+    `inputs`, `plan`: those of the job, or of a point of a sweep.
+    """
+    manifest, geometry = inputs.manifest, inputs.geometry
+    assert manifest.heal is not None
+    read = manifest.heal.model_copy(update={"tokens": healing_tokens(job).trained.numel()})
+    share = plan.expected_numbers / plan.dense_numbers
+    work = healing_work(manifest.model_copy(update={"heal": read}), geometry, share, inputs.dtype.itemsize)
+    assert work is not None, "the number of tokens is known"
+    seconds = work.seconds(rates, manifest.workers.max)
+    names = ("score teacher", "heal") if job.ledger.get(TEACHER) is None else ("heal",)
+    return [PlannedPhase(name, seconds[name]) for name in names]
 
 
 @dataclass(frozen=True)
@@ -82,7 +103,7 @@ class _Remaining:
     def sizes(self) -> list[PlannedPhase]:
         """Return the phases of each size: solving, and scores on held-out text."""
         phase, amount = self._solving
-        ledger, of_model = self.job.ledger, self.seconds.get("held-out", 0.0) / self.passes.held_out_models
+        ledger, of_model = self.job.ledger, self._held_out
         tries = len(ledger.keys(TRIES))
         count = 1 if self.job.inputs.max_loss is None else max(1, TRIED - tries)
         count += max(0, OTHER_SIZES - tries) if self.job.manifest.evaluation.calibrate_prediction else 0
@@ -107,6 +128,16 @@ class _Remaining:
             missing = [first for first, *_ in blocks if ledger.get(block_key(first)) is None]
             planned += [PlannedPhase(f"score {block_name(first)}", of_model) for first in missing]
         return planned
+
+    def healed_scores(self) -> list[PlannedPhase]:
+        """Return the score of the healed layers on held-out text."""
+        scored = self.job.held_out is not None and self._held_out > 0.0
+        return [PlannedPhase("score held-out", self._held_out)] if scored else []
+
+    @property
+    def _held_out(self) -> float:
+        """The seconds of one model on held-out text."""
+        return self.seconds.get("held-out", 0.0) / self.passes.held_out_models
 
     @property
     def _solving(self) -> tuple[str, float]:

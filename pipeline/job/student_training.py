@@ -236,8 +236,7 @@ class _Journal:
         self.job.observer.say(line)
 
     def step(self, step: int, of: int, loss: float, seconds_left: float) -> bool:
-        shown = {"unit": f"heal/{step}", "done": step, "of": of, "seconds_left": seconds_left, "loss": loss}
-        self.job.observer.state |= shown
+        self.job.observer.step_done(step, of, loss, seconds_left)
         return self.job.stop.is_set()
 
     def enter(self, entry: HealingEntry) -> None:

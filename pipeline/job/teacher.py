@@ -16,8 +16,8 @@ from manifests.entries import TeacherEntry
 from manifests.records import ArrayRecord
 from pipeline.driver.ledger_keys import TEACHER
 from pipeline.inputs.calibration import tokens_digest
-from pipeline.inputs.healing_text import HealingTokens, calibration_as_text
-from pipeline.job.context import JobContext
+from pipeline.inputs.healing_text import HealingTokens
+from pipeline.job.context import JobContext, healing_tokens
 from pipeline.job.worker_session import JobWorkers, teacher_arrays
 from pipeline.kernels.teacher_rows import FORMAT
 from pipeline.units.scores import Windows
@@ -28,19 +28,12 @@ NAME = "teacher"  # the dense model's name among scored models
 SHARDS = 16  # shards of the text in a job without calibration
 
 
-def healing_tokens(job: JobContext) -> HealingTokens:
-    """Return the windows of the healing that the manifest asks for: of `heal.text`, or of the calibration text."""
-    if job.healing_text is not None:
-        return job.healing_text
-    assert job.tokens is not None, "the manifest has calibration or heal.text"
-    return calibration_as_text(job.manifest, job.tokens, job.held_out, job.prefix)
-
-
 def stored_teacher(job: JobContext, pool: WorkerStarter) -> TeacherEntry:
     """Return the dense model's distribution on the text. Compute it by a pass of the workers if it is not stored."""
     forget_other_teacher(job)
     if (entered := job.ledger.get(TEACHER)) is not None:
         return entered
+    job.observer.stage("start")
     with pool() as workers:
         return enter_teacher(job, workers)
 

@@ -267,7 +267,8 @@ def job_workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[JobWorkers]:
     ):
         job.ledger.commit(HARDWARE, dict(pool.hardware))
         job.observer.show_memory_of(pool.peak_bytes)
-        job.observer.expect(job_eta(job, known_rates(pool.hardware["device"])))
+        if not job.points:  # a sweep knows its phases
+            job.observer.expect(job_eta(job, known_rates(pool.hardware["device"])))
         yield JobWorkers(pool, always, commit_interval(job, pool.hardware), dropping)
 
 

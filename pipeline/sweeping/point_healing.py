@@ -20,7 +20,14 @@ from pipeline.job.healing import healed_job, train_layers
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.held_out import score_held_out
 from pipeline.job.worker_session import JobWorkers, StoreCleaner, assemble_output, job_workers
-from pipeline.sweeping.point_solving import COMPRESSED, forget_work, said_scores, score_dense, workers_of
+from pipeline.sweeping.point_solving import (
+    COMPRESSED,
+    expect_phases,
+    forget_work,
+    said_scores,
+    score_dense,
+    workers_of,
+)
 from pipeline.sweeping.point_tasks import PointTasks
 from pipeline.sweeping.points import SweptPoint
 from pipeline.sweeping.sweep_context import SweepContext
@@ -35,15 +42,17 @@ def heal_points(sweep: SweepContext, heartbeat: Heartbeat) -> None:
         Interrupted: a signal came; the training of a point continues from its last checkpoint.
         NumericsError: gradients of a point are not finite; its OUTPUT is that of the solve.
     """
-    job = sweep.job
-    due = [point for point in sweep.points if sweep.heals(point) and not sweep.is_done(point)]
+    job, due = sweep.job, sweep.healings_due()
     if not due:
         return
+    job.observer.stage("start")
+    expect_phases(sweep, (), due)
     pool = partial(job_workers, job, heartbeat)
     for number, point in enumerate(due, start=1):  # no worker waits beside the processes that train
         job.observer.say(f"heal {number} of {len(due)}: {point.point.label}")
         catch_signals(job.stop)
         train_layers(sweep.of(point), pool)
+    job.observer.stage("start")
     with pool() as workers:
         windows, tasks = score_dense(job, workers), PointTasks(job)
         for point in due:

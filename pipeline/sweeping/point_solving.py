@@ -68,8 +68,7 @@ def solve_points(sweep: SweepContext, heartbeat: Heartbeat) -> None:
     job, numbers = sweep.job, count(1)
     forget_other_teacher(job)
     with job_workers(job, heartbeat) as workers:
-        device = (job.ledger.get(HARDWARE) or {})["device"]
-        job.observer.expect(sweep_eta(pending, job, known_rates(device)))
+        expect_phases(sweep, pending, sweep.healings_due())
         check_texts(job, workers)
         _take_statistics(job, pending, workers)
         windows, tasks = score_dense(job, workers), PointTasks(job)
@@ -83,6 +82,12 @@ def solve_points(sweep: SweepContext, heartbeat: Heartbeat) -> None:
                 catch_signals(job.stop)
                 _solve(sweep, point, workers, windows, tasks, seconds / len(series))
                 StoreCleaner(job.run_dir, workers.always, workers.dropping).retain_staged(())
+
+
+def expect_phases(sweep: SweepContext, pending: Sequence[SweptPoint], healed: Sequence[SweptPoint]) -> None:
+    """Set the phases ahead, for the estimate of the remaining time: `pipeline.sweeping.sweep_plan.sweep_eta`."""
+    device = (sweep.job.ledger.get(HARDWARE) or {})["device"]
+    sweep.job.observer.expect(sweep_eta(pending, healed, sweep.job, known_rates(device)))
 
 
 def _take_statistics(job: JobContext, pending: list[SweptPoint], workers: JobWorkers) -> None:

@@ -139,6 +139,10 @@ class SweepContext:
         """True if the sweep heals a point."""
         return point.point.manifest.heal is not None
 
+    def healings_due(self) -> list[SweptPoint]:
+        """Return the points whose healing is missing."""
+        return [point for point in self.points if self.heals(point) and not self.is_done(point)]
+
     def is_solved(self, point: SweptPoint) -> bool:
         """True if a point is done, or only its healing is missing."""
         if self.is_done(point):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -30,6 +30,7 @@ from pipeline.job.plan_report import (
     verdict,
 )
 from pipeline.job.planned_tasks import tasks_seconds
+from pipeline.job.remaining_phases import healing_phases
 from pipeline.sweeping.points import SharedInputs, SweptPoint, read_points, series_of, shared_inputs
 
 SHARED = ("start", "texts", "statistics", "reduce", "gradient")  # phases that all points share
@@ -89,30 +90,53 @@ def _stored_bytes(swept: Sequence[SweptPoint], shared: Inputs, rates: Rates) -> 
     return stored
 
 
-def sweep_eta(pending: Sequence[SweptPoint], job: JobContext, rates: Rates) -> Eta:
-    """Return the phases ahead of a sweep that lacks the `pending` points. `job`: the context that they share. Healing
-    is not among them: its own estimate is shown while it trains."""
+def sweep_eta(pending: Sequence[SweptPoint], healed: Sequence[SweptPoint], job: JobContext, rates: Rates) -> Eta:
+    """Return the phases ahead of a sweep. `pending`: the points that are not solved. `healed`: those that will be
+    healed when all are solved. `job`: the context that the points share."""
+    healings = [healing_phases(job, point.inputs, _plan(point.inputs), rates) for point in healed]
+    planned = [*_dense_phases(job, rates)] if pending else []
+    planned += [phase for phases in healings[:1] for phase in phases[:-1]]  # the teacher's pass, once
+    planned += [*_solving_phases(pending, job, rates), *(phases[-1] for phases in healings)]
+    for point in healed:
+        planned += _scored_and_assembled(point, job, _seconds(point.inputs, job.evaluation, rates))
+    return Eta(planned, job.inputs.geometry.num_layers)
+
+
+def _dense_phases(job: JobContext, rates: Rates) -> Iterator[PlannedPhase]:
+    """Yield the phases that all points share."""
     whole = _seconds(job.inputs, job.evaluation, rates)
-    names = ("start", "score texts", "statistics", "gradient")
     whole["score texts"] = whole["texts"]
-    planned = [PlannedPhase(name, whole[name]) for name in names if name in whole]
-    planned += [PlannedPhase("score evaluation-dense", whole["evaluate"])] if "evaluate" in whole else []
+    names = ("start", "score texts", "statistics", "gradient")
+    yield from (PlannedPhase(name, whole[name]) for name in names if name in whole)
+    if "evaluate" in whole:
+        yield PlannedPhase("score evaluation-dense", whole["evaluate"])
+
+
+def _solving_phases(pending: Sequence[SweptPoint], job: JobContext, rates: Rates) -> Iterator[PlannedPhase]:
+    """Yield the phases of points, until they are solved, scored and assembled."""
     curved: set[str] = set()
     for series in series_of(pending):
         name, each = series[0].point.series, [_seconds(point.inputs, job.evaluation, rates) for point in series]
         if series[0].curves_digest not in curved and "curves" in each[0]:
-            planned.append(PlannedPhase("curves", each[0]["curves"], name))
+            yield PlannedPhase("curves", each[0]["curves"], name)
         curved.add(series[0].curves_digest)
         phase = "correct" if series[0].walks else "compress"
-        planned.append(PlannedPhase(phase, sum(seconds["solve"] for seconds in each), name))
+        yield PlannedPhase(phase, sum(seconds["solve"] for seconds in each), name)
         for point, seconds in zip(series, each, strict=True):
-            if job.held_out is not None:
-                has_dense = point is not pending[0] or _work(point.inputs)[1].joined
-                models = ("held-out-dense", "held-out")[has_dense:]
-                planned += [PlannedPhase(f"score {model}", seconds["held-out"]) for model in models]
-            planned += [PlannedPhase("score evaluation", seconds["evaluate"])] if "evaluate" in seconds else []
-            planned += [PlannedPhase("assemble", seconds["assemble"])] if point.point.save else []
-    return Eta(planned, job.inputs.geometry.num_layers)
+            has_dense = point is not pending[0] or _work(point.inputs)[1].joined
+            yield from _scored_and_assembled(point, job, seconds, ("held-out-dense", "held-out")[has_dense:])
+
+
+def _scored_and_assembled(
+    point: SweptPoint, job: JobContext, seconds: Mapping[str, float], models: Sequence[str] = ("held-out",)
+) -> Iterator[PlannedPhase]:
+    """Yield the scores of a point's layers, and the assembly of a saved point. `models`: those of the held-out text."""
+    if job.held_out is not None:
+        yield from (PlannedPhase(f"score {model}", seconds["held-out"]) for model in models)
+    if "evaluate" in seconds:
+        yield PlannedPhase("score evaluation", seconds["evaluate"])
+    if point.point.save:
+        yield PlannedPhase("assemble", seconds["assemble"])
 
 
 def run_dir_bytes(swept: Sequence[SweptPoint], plan: Plan) -> int:

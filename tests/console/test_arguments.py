@@ -94,11 +94,6 @@ def test_control_c_is_resumable(capsys: pytest.CaptureFixture[str]) -> None:
     assert "run the same command again" in capsys.readouterr().err
 
 
-def test_a_closed_pipe_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(BrokenPipeError()) == 1
-    assert capsys.readouterr() == ("", "")
-
-
 def test_letters_that_the_locale_lacks_end_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
     printed = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, "ascii", write_through=True))

@@ -164,6 +164,34 @@ def test_it_is_shown_and_given_to_status(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "20 tokens/s, 5 s left, job 43 s left" in shown.getvalue()
 
 
+def test_a_training_knows_its_own_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The phases behind it come on top; where none was planned, its own time is all that is known."""
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    observer = JobObserver(io.StringIO(), quiet=True)
+    observer.stage("heal")
+    observer.step_done(1, 4, 0.5, 30.0)
+    shown = {"phase": "heal", "unit": "heal/1", "done": 1, "of": 4, "seconds_left": 30.0, "loss": 0.5}
+    assert observer.state == shown
+    observer.expect(Eta(ahead(("score teacher", 2.0), ("heal", 20.0), ("score held-out", 5.0))))
+    observer.stage("score teacher")
+    clock[0] += 4.0
+    observer.stage("heal")
+    clock[0] += 10.0
+    observer.step_done(1, 4, 0.5, 30.0)
+    assert observer.state["seconds_left"] == 30.0 + 2.0 * 5.0
+
+
+def test_a_new_estimate_keeps_the_paces_that_were_measured() -> None:
+    """The workers of a healing start when those of the solves have ended."""
+    observer = JobObserver(io.StringIO(), quiet=True)
+    observer.expect(Eta(ahead(("statistics", 10.0), ("compress", 5.0))))
+    observer.eta.begin("statistics")
+    observer.eta.end(30.0)
+    observer.expect(Eta(ahead(("score teacher", 1.0), ("heal", 2.0))))
+    assert observer.eta.earlier == observer.saved_state["paces"] == {"products": (30.0, 10.0)}
+
+
 def test_a_phase_never_takes_longer_than_its_job() -> None:
     """The first unit took ten times as long as the plan says at the pace before."""
     eta = Eta(ahead(("statistics", 10.0), ("compress", 10.0)), layers=10)

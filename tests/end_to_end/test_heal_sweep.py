@@ -12,6 +12,8 @@ import pytest
 
 import manifests.heal
 import pipeline.sweeping.point_healing
+from pipeline.console.eta import Eta
+from pipeline.console.progress import JobObserver
 from tests.end_to_end.jobs import Job, command, file_digests, load
 
 MakeJob = Callable[..., Job]
@@ -45,10 +47,37 @@ def sweep(job: MakeJob, scored: Path, inline: None, monkeypatch: pytest.MonkeyPa
     return Sweep(job(), scored)
 
 
-def test_a_saved_point_is_healed_as_its_job_is(sweep: Sweep, job: MakeJob) -> None:
+@pytest.fixture
+def expected(monkeypatch: pytest.MonkeyPatch) -> list[tuple[JobObserver, Eta]]:
+    """Return the growing list of estimates of the remaining time."""
+    etas: list[tuple[JobObserver, Eta]] = []
+    expect = JobObserver.expect
+
+    def kept(self: JobObserver, eta: Eta) -> None:
+        expect(self, eta)
+        etas.append((self, eta))
+
+    monkeypatch.setattr(JobObserver, "expect", kept)
+    return etas
+
+
+def assert_phases_came_as_expected(expected: list[tuple[JobObserver, Eta]], etas: int) -> None:
+    """Assert that the first estimate has all phases, and the last one those of the scores after the healing."""
+    assert len(expected) == etas
+    (observer, first), (_, last) = expected[0], expected[-1]
+    assert {phase.phase for phase in first.planned} == set(observer.seconds) - {"checks", "verify"}
+    assert last.begun == len(last.planned), last.planned
+    assert all(phase.seconds > 0 for phase in first.planned)
+    expected.clear()
+
+
+def test_a_saved_point_is_healed_as_its_job_is(
+    sweep: Sweep, job: MakeJob, expected: list[tuple[JobObserver, Eta]]
+) -> None:
     sweep.document["points"] = [POINT]
     ended = sweep.run()
     found = ended.json
+    assert_phases_came_as_expected(expected, etas=2)
     assert ended.err.count("phase score teacher") == 1
     rows = {row["point"]: row for row in found["points"]}
     assert not found["missing"]
@@ -56,6 +85,7 @@ def test_a_saved_point_is_healed_as_its_job_is(sweep: Sweep, job: MakeJob) -> No
     row = rows["flat_llm-0.7"]
     single = job(heal=HEAL, evaluation=sweep.evaluation, **{"calibration.propagate": "dense", "budget.keep": 0.7})
     summary = single.run().json
+    assert_phases_came_as_expected(expected, etas=3)
     assert file_digests(single.output) == file_digests(Path(row["output"]))
     assert row["healed"]["loss"] == pytest.approx(summary["evaluation"]["perplexity"]["loss"], rel=1e-6)
     assert row["healed"]["divergence"] == pytest.approx(summary["held_out"]["divergence"], rel=1e-6)

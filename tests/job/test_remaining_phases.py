@@ -13,11 +13,13 @@ from manifests.entries import (
     CurvesEntry,
     DenseEntry,
     GradientEntry,
+    HealedEntry,
     HeldOutEntry,
     HeldOutScoreEntry,
     LayerEntry,
     LossRatiosEntry,
     ScoreEntry,
+    TeacherEntry,
     TextLoss,
     TextsEntry,
     TryEntry,
@@ -30,9 +32,11 @@ from pipeline.cost_model.phases import START_SECONDS, WORKERS_SECONDS, evaluate_
 from pipeline.cost_model.rates import NOMINAL_CPU
 from pipeline.cost_model.work import layer_work, scoring_flops
 from pipeline.driver.ledger_keys import (
+    HEALED,
     HELD_OUT,
     HELD_OUT_SCORE,
     LOSS_RATIOS,
+    TEACHER,
     TEXTS,
     block_key,
     curves_key,
@@ -88,7 +92,8 @@ def job_of(
     ids = torch.zeros(4, 16, dtype=torch.int64)
     return SimpleNamespace(
         inputs=inputs, manifest=manifest, points=(), tokens=ids, held_out=ids if held_out else None,
-        evaluation=EvaluationTokens(ids) if evaluated else None, ledger=Ledger(Memory()),
+        evaluation=EvaluationTokens(ids) if evaluated else None, ledger=Ledger(Memory()), healing_text=None, prefix=(),
+        plan=SimpleNamespace(expected_numbers=8, dense_numbers=10),
         source_files={"model.safetensors": SourceFile(size=1, sha256=SHA)},
     )  # fmt: skip
 
@@ -315,7 +320,15 @@ def test_a_job_without_statistics_passes_no_text() -> None:
     assert names(ahead(job)) == ["start", "compress", "assemble"]
 
 
-def test_a_sweep_has_an_estimate_of_its_own() -> None:
-    job = job_of(RANKED)
-    job.points = (job.manifest,)
-    assert ahead(job) == []
+def test_a_healing_passes_the_teacher_trains_and_scores_again() -> None:
+    """As many tokens as were read, whatever the manifest says; nothing of it once it is entered."""
+    job, more = job_of(RANKED, heal={}), job_of(RANKED, heal={}, calibration={"samples": 32})
+    assert names(ahead(job))[-5:] == ["score held-out", "score teacher", "heal", "score held-out", "assemble"]
+    assert names(ahead(job_of(RANKED, heal={}, held_out=False)))[-3:] == ["score teacher", "heal", "assemble"]
+    more.tokens = torch.zeros(32, 32, dtype=torch.int64)
+    assert of(more, "heal").seconds > of(job, "heal").seconds > WORKERS_SECONDS
+    job.ledger.commit(TEACHER, TeacherEntry(of=SHA, tokens=ARRAY, rows=(ARRAY,), outputs=(ARRAY,)))
+    assert names(ahead(job))[-4:] == ["score held-out", "heal", "score held-out", "assemble"]
+    job.ledger.commit(HEALED, HealedEntry(of=SHA, base=(), layers={}, trained=(), figures={}))
+    assert names(ahead(job))[-2:] == ["score held-out", "assemble"]
+    assert "heal" not in names(ahead(job))
