@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from ray._private import node as ray_node
 from ray.cluster_utils import Cluster
 
 import pipeline.scale
@@ -115,9 +116,17 @@ SOLVED_IN_PASS: dict[Any, Callable[[Directed], None]] = {
 }
 
 
+class Node(cluster_module._BareNode):
+    """A node with the autoscaler's monitor, whose report the job reads, but without agents, which take seconds each."""
+
+    absent = tuple(cluster_module.AGENTS)
+    start_monitor = ray_node.Node.start_monitor
+
+
 def direct(scenes: dict[Any, Callable[[Directed], None]] = SCENES) -> None:
     """In the child: a cluster whose head does no work, with one node beside it."""
     cluster_module._listen_on_loopback()
+    ray_node.Node = Node  # type: ignore[misc]
     Directed.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": OBJECTS})
     Directed.machines = [Directed.cluster.add_node(num_cpus=1, object_store_memory=OBJECTS)]
     Directed.scenes = scenes

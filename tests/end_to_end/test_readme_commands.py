@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from tests import factories
-from tests.end_to_end.children import Child, wait_for
+from tests.end_to_end.children import Child, Hook, wait_for
 from tests.end_to_end.jobs import Job
 
 pytestmark = pytest.mark.ray
@@ -26,17 +26,18 @@ MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WINDOW = "32"  # of a model that has seen no more
 
 
-def _start(folder: Path, name: str, *more: str, inline: bool = False, **values: str) -> Child:
-    """The command of the table's row, with the words in capitals replaced; forked, as to import takes seconds."""
+def _start(folder: Path, name: str, *more: str, hook: Hook | None = None, **values: str) -> Child:
+    """Start the command of the table's row, with the words in capitals replaced, without Ray. It is forked, because to
+    import takes seconds."""
     (row,) = re.findall(rf"^\| `python -m pipeline\.{name} ([^`]+)` \|", TABLE, re.MULTILINE)
     words = [values.get(word, word) for word in shlex.split(row)]
     assert not [word for word in words if word.isupper()], row
-    return Child(name, [*words, *more], folder / f"{name}.log", inline=inline)
+    return Child(name, [*words, *more], folder / f"{name}.log", hook)
 
 
 def _run(folder: Path, name: str, *more: str, **values: str) -> str:
-    """The output of a row's command, which computes without Ray."""
-    child = _start(folder, name, *more, inline=True, **values)
+    """Return the output of a row's command."""
+    child = _start(folder, name, *more, **values)
     assert child.end(WAIT_S) == 0, child.said
     return child.said
 
@@ -45,10 +46,12 @@ def test_the_commands_of_the_table(job: type[Job], tmp_path: Path, text: Path, l
     one = job()
     output, run_dir = str(one.output), str(one.run_dir)
     assert "bytes" in _run(tmp_path, "plan", MANIFEST=str(one.manifest))
-    running = _start(tmp_path, "run", MANIFEST=str(one.manifest))
+    pause = tmp_path / "pause"
+    running = _start(tmp_path, "run", hook=Hook("commit", match="layer/", pause=str(pause)), MANIFEST=str(one.manifest))
     try:
-        wait_for(one.run_dir / "fingerprint.json", running)
+        wait_for(pause, running)
         _run(tmp_path, "scale", RUN_DIR=run_dir, N="1")
+        pause.unlink()
         assert running.end(WAIT_S) == 0, running.said
     finally:
         running.kill()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -25,13 +26,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def dashboard() -> Iterator[str]:
-    """Where jobs are submitted to."""
+def cluster() -> Iterator[tuple[str, str]]:
+    """Yield the address of a cluster of one CPU, and of its dashboard, to which jobs are submitted."""
     port = free_port()
-    with head_node(2, "--include-dashboard=true", f"--dashboard-port={port}"):
-        address = f"http://127.0.0.1:{port}"
-        await_jobs(address)
-        yield address
+    with head_node(1, "--include-dashboard=true", f"--dashboard-port={port}") as address:
+        dashboard = f"http://127.0.0.1:{port}"
+        await_jobs(dashboard)
+        yield address, dashboard
 
 
 def await_jobs(dashboard: str) -> None:
@@ -59,16 +60,14 @@ def ray_job(dashboard: str, *arguments: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def test_submitted_stopped_and_submitted_again(
-    dashboard: str, job: Callable[..., Job], inline: None, tmp_path: Path
-) -> None:
+def test_submitted_stopped_and_submitted_again(cluster: tuple[str, str], job: Callable[..., Job], inline: None) -> None:
+    _, dashboard = cluster
     settings = {"calibration.samples": 150, "calibration.micro_batch": 1}
     made, alone = job(**settings), job(**settings)
     assert alone.run().code == 0
-    command = ("--", "python", "-m", "pipeline.run", str(made.manifest))
-    started = ray_job(dashboard, "submit", "--no-wait", "--submission-id=first", *command)
-    assert started.returncode == 0, started.stderr
+    command = ("python", "-m", "pipeline.run", str(made.manifest))
     client, deadline = JobSubmissionClient(dashboard), time.monotonic() + WAIT_S  # `ray job` itself takes seconds
+    client.submit_job(entrypoint=shlex.join(command), submission_id="first")
     while not list((made.run_dir / "ledger").glob("dense*")):
         assert time.monotonic() < deadline, client.get_job_logs("first")
         time.sleep(0.05)
@@ -80,7 +79,7 @@ def test_submitted_stopped_and_submitted_again(
     assert not made.output.exists()
     assert "run the same command again to resume" in client.get_job_logs("first")
 
-    done = ray_job(dashboard, "submit", *command)
+    done = ray_job(dashboard, "submit", "--", *command)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"output: {made.output}" in done.stdout + done.stderr
     assert file_digests(made.output) == file_digests(alone.output)
@@ -118,25 +117,23 @@ def checkout_copy(folder: Path) -> Path:
     return folder
 
 
-def test_a_checkout_reaches_a_node_with_another_temporary_folder(llama: Path, text: Path, tmp_path: Path) -> None:
+def test_a_checkout_reaches_a_node_with_another_temporary_folder(
+    cluster: tuple[str, str], llama: Path, text: Path, tmp_path: Path
+) -> None:
     """`--working-dir .`: driver and workers import the code that was brought; lost paths are refused first."""
     shared, checkout = tmp_path / "shared", checkout_copy(tmp_path / "checkout")
     shutil.copytree(llama, shared / "model")
     settings = {"calibration.shards": 4, "workers": {"min": 2, "max": 2}}
     made = Job(shared / "job", shared / "model", text, settings).write()
     shutil.copy(made.manifest, checkout / "job.yaml")
-    port = free_port()
-    with (
-        head_node(1, "--include-dashboard=true", f"--dashboard-port={port}") as address,
-        private_node(address, 1, shared),
-    ):
-        await_jobs(f"http://127.0.0.1:{port}")
+    address, dashboard = cluster
+    with private_node(address, 1, shared):
         command = (f"--working-dir={checkout}", "--", "python", "-m", "pipeline.run", "job.yaml")
-        refused = ray_job(f"http://127.0.0.1:{port}", "submit", *command, "--set", "output=results/out")
+        refused = ray_job(dashboard, "submit", *command, "--set", "output=results/out")
         assert refused.returncode != 0
         assert "output: results/out is relative" in refused.stdout + refused.stderr
         assert not made.run_dir.exists()
-        done = ray_job(f"http://127.0.0.1:{port}", "submit", *command)
+        done = ray_job(dashboard, "submit", *command)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " died" not in done.stdout + done.stderr
     assert json.dumps(made.compression()).count(f"{VERSION}+brought")

@@ -53,27 +53,12 @@ def run_command(made: Job, *options: str) -> list[str]:
     return [sys.executable, "-m", "pipeline.run", str(made.manifest), *options]
 
 
+@pytest.mark.skipif(UV is None, reason="uv is not installed: pip install uv")
 def test_a_job_below_uv_run(job: MakeJob, tmp_path: Path) -> None:
     """A shell is between them, as in `uv run bash -c …`. Ray would look for an agent that our local Ray lacks."""
     made = job()
-    ended = below_uv(tmp_path, "sh", "-c", '"$@"; exit $?', "sh", *run_command(made))
-    assert ended.returncode == 0, ended.stderr
-    assert made.output.is_dir()
-
-
-@pytest.mark.skipif(UV is None, reason="uv is not installed: pip install uv")
-def test_a_job_below_uv(job: MakeJob, tmp_path: Path) -> None:
-    made = job()
-    command = [
-        str(UV),
-        "run",
-        "--no-project",
-        "--offline",
-        "--python",
-        sys.executable,
-        "python",
-        *run_command(made)[1:],
-    ]
+    uv = [str(UV), "run", "--no-project", "--offline", "--python", sys.executable]
+    command = [*uv, "sh", "-c", '"$@"; exit $?', "sh", "python", *run_command(made)[1:]]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert ended.returncode == 0, ended.stderr
     assert made.output.is_dir()
