@@ -10,7 +10,7 @@ import pytest
 # minute of a core to start and to import torch.
 ON_ONE_RAY = frozenset(
     f"tests/end_to_end/test_{name}.py"
-    for name in ("evaluate", "hardware", "interruption", "job", "job_variants", "loopback", "wrong_input")
+    for name in ("evaluate", "interruption", "job", "job_variants", "loopback", "wrong_input")
 )
 
 

@@ -59,7 +59,7 @@ llama-cpp)
     fi
     # one process: its tests are few, and wait for a server of one thread
     PYTHONPATH=$folder "${VENV:-.venv}/bin/python" -m pytest -q -p no:cacheprovider -n0 \
-        tests/end_to_end/test_export_gguf.py tests/end_to_end/test_export_gguf_mixtures.py "${@:2}"
+        tests/end_to_end/test_export_gguf.py "${@:2}"
     ;;
 transformers)
     if [[ $# -gt 1 ]]; then VERSIONS=("${@:2}"); fi

@@ -1,6 +1,6 @@
 """Names, shapes, dtypes and sizes of a mixture in a GGUF file, against hand-written ones.
 
-`tests/end_to_end/test_export_gguf_mixtures.py` compares the numbers of whole files.
+`tests/end_to_end/test_export_gguf.py` compares the numbers of whole files.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from workers.cluster import connect
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDE = {"hidden_size": 64, "intermediate_size": 96}
-RENDER = ("test_report.py", "test_pages_in_a_browser.py")
+RENDER = "test_report.py"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -64,9 +64,9 @@ def shared_ray(request: pytest.FixtureRequest, _cluster: tuple[str, list[Any]]) 
 def _plots_are_not_rendered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the SVG elements of plots empty: to lay out and render them takes longer than a small job.
 
-    The functions that plot are called all the same. Files in RENDER, tests/reporting and tests/sweeping render.
+    The functions that plot are called all the same. The file RENDER, tests/reporting and tests/sweeping render.
     """
-    if request.path.name not in RENDER:
+    if request.path.name != RENDER:
 
         def write(canvas: FigureCanvasSVG, file: io.StringIO, **_: Any) -> None:
             file.write("<svg></svg>")

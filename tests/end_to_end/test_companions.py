@@ -1,4 +1,4 @@
-"""What travels with the weights: the tokenizer of every output and export is the source's, templates included."""
+"""Files beside the weights: tokenizers, licences, and code of the source."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from transformers import AutoTokenizer
 from tests.end_to_end.jobs import Job, command
 from tests.end_to_end.sources import make_source
 from tests.factories import make_tokenizer
-
-pytestmark = pytest.mark.usefixtures("inline")
 
 MakeJob = Callable[..., Job]
 WRONG_INPUT = 2
@@ -95,6 +93,7 @@ def behaviour(directory: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.usefixtures("inline")
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of transformers, to old kinds of files
 @pytest.mark.parametrize(
     ("family", "change"),
@@ -121,6 +120,7 @@ def test_outputs_and_exports_have_the_tokenizer_of_the_source(
     assert behaviour(made.root / "dense") == expected
 
 
+@pytest.mark.usefixtures("inline")
 def test_code_that_is_not_trusted_stays_where_it_is(tmp_path: Path, job: MakeJob) -> None:
     """OUTPUT is loaded with trust_remote_code, meant for our own files: no Python, no pickle, no name of either."""
     source = make_source(tmp_path / "source", "llama", layers=1)
@@ -139,6 +139,7 @@ def test_code_that_is_not_trusted_stays_where_it_is(tmp_path: Path, job: MakeJob
     assert made.run().json["already_finished"] is True
 
 
+@pytest.mark.usefixtures("inline")
 def test_links_out_of_the_model_are_refused(tmp_path: Path, job: MakeJob) -> None:
     """A licence that links to a private key would be copied to OUTPUT, and pushed. Caches of links are let in."""
     source, secret = make_source(tmp_path / "source", "llama", layers=1), tmp_path / "elsewhere" / "key"
@@ -160,6 +161,7 @@ def test_links_out_of_the_model_are_refused(tmp_path: Path, job: MakeJob) -> Non
     assert job(links, **WITHOUT_TEXT).run().code == 0
 
 
+@pytest.mark.usefixtures("inline")
 def test_stale_templates_go(tmp_path: Path, job: MakeJob) -> None:
     source = make_source(tmp_path / "source", "llama", layers=1)
     write(source, TEMPLATES)
@@ -173,3 +175,100 @@ def test_stale_templates_go(tmp_path: Path, job: MakeJob) -> None:
     assert made.run().code == 0
     assert not list((made.output / "additional_chat_templates").glob("*"))
     assert command("verify", str(made.output), "--source", str(source)).code == 0
+
+
+CODE = """
+from pathlib import Path
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+Path({mark!r}).touch()
+class MarkedTokenizer(PreTrainedTokenizerFast): ...
+class Config(LlamaConfig): ...
+"""
+TOKENIZER_OF_ITS_OWN = """
+class MarkedTokenizer(PreTrainedTokenizerFast):
+    vocab_files_names = {"tokenizer_file": "pieces.txt"}
+    def __init__(self, *args, tokenizer_file=None, **kwargs):
+        super().__init__(*args, tokenizer_file=str(Path(kwargs["name_or_path"]) / "pieces.txt"), **kwargs)
+"""
+
+
+@pytest.fixture
+def mark(tmp_path: Path) -> Path:
+    """A file that the code in the checkpoint makes."""
+    return tmp_path / "the-code-was-run"
+
+
+@pytest.fixture
+def model_with_code(tmp_path: Path, llama: Path, mark: Path, modules_cache: Path) -> Path:
+    """A model whose config names code for itself, and whose tokenizer may be had with code or without."""
+    model_with_code = Path(shutil.copytree(llama, tmp_path / "model"))
+    (model_with_code / "tokenization_marked.py").write_text(CODE.format(mark=str(mark)))
+    edit_config(model_with_code / "config.json", auto_map={"AutoConfig": "tokenization_marked.Config"})
+    auto_map = {"AutoTokenizer": [None, "tokenization_marked.MarkedTokenizer"]}
+    edit_config(model_with_code / "tokenizer_config.json", auto_map=auto_map)
+    return model_with_code
+
+
+def edit_config(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def play(job: Job, text: Path) -> int:
+    """Every command that meets the checkpoint; the exit code of `run`."""
+    assert command("plan", str(job.manifest)).code == 0
+    code = job.run().code
+    command("evaluate", str(job.source), "--text", str(text), "--window", "16")
+    if code == 0:
+        assert command("verify", str(job.output), "--source", str(job.source)).code == 0
+        assert command("evaluate", str(job.output), "--text", str(text), "--window", "16").code == 0
+    return code
+
+
+@pytest.mark.usefixtures("inline")
+def test_code_is_not_run(job: MakeJob, model_with_code: Path, mark: Path, text: Path) -> None:
+    """The tokenizer can do without; its `auto_map` is not in the output, which users load with trust_remote_code."""
+    made = job(model_with_code)
+    assert play(made, text) == 0
+    assert "auto_map" not in json.loads((made.output / "tokenizer_config.json").read_text())
+    assert not (made.output / "tokenization_marked.py").exists()
+    AutoTokenizer.from_pretrained(made.output, trust_remote_code=True)
+    assert not mark.exists()
+
+
+@pytest.mark.usefixtures("inline")
+def test_a_tokenizer_that_is_code_is_refused(job: MakeJob, model_with_code: Path, mark: Path, text: Path) -> None:
+    edit_config(model_with_code / "tokenizer_config.json", tokenizer_class="MarkedTokenizer")
+    (model_with_code / "tokenizer.json").unlink()
+    made = job(model_with_code)
+    assert play(made, text) == 2
+    assert "no usable tokenizer" in made.run().err
+    assert not mark.exists()
+
+
+@pytest.mark.usefixtures("inline")
+def test_trusted_code_is_run_and_travels(job: MakeJob, model_with_code: Path, mark: Path, text: Path) -> None:
+    perplexity = {"text": {"files": [str(text)]}, "window": 16}
+    made = job(model_with_code, **{"model.trust_remote_code": True, "evaluation": {"perplexity": perplexity}})
+    ended = made.run()
+    assert ended.code == 0, ended.err
+    assert mark.exists()
+    mark.unlink()
+    exported = made.root / "exported"
+    assert command("export", str(made.output), "--to", "dense", str(exported)).code == 0
+    for directory in (made.output, exported):
+        loaded = AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
+        assert type(loaded).__name__ == "MarkedTokenizer"
+
+
+@pytest.mark.usefixtures("inline")
+def test_evaluate_runs_code_where_it_is_told_to(model_with_code: Path, mark: Path, text: Path) -> None:
+    edit_config(model_with_code / "tokenizer_config.json", tokenizer_class="MarkedTokenizer")
+    code = CODE.format(mark=str(mark)) + TOKENIZER_OF_ITS_OWN
+    (model_with_code / "tokenization_marked.py").write_text(code)
+    (model_with_code / "tokenizer.json").rename(model_with_code / "pieces.txt")
+    options = (str(model_with_code), "--text", str(text), "--window", "16")
+    ended = command("evaluate", *options)
+    assert (ended.code, "--trust-remote-code" in ended.err) == (2, True), ended.err
+    assert not mark.exists()
+    ended = command("evaluate", *options, "--trust-remote-code")
+    assert (ended.code, mark.exists()) == (0, True), ended.err

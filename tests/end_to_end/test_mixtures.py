@@ -120,7 +120,7 @@ def test_five_workers_change_no_byte(
             assert file_digests(made.output) == file_digests(one.output)
 
 
-@pytest.mark.nightly  # `test_mixture_kills.py` has a sample
+@pytest.mark.nightly  # `test_damage.py` has a sample
 @inline
 def test_kills_change_no_byte(tmp_path: Path, job: MakeJob) -> None:
     source = make_source(tmp_path / "source", "qwen3_moe", layers=2)

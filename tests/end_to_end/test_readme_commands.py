@@ -1,23 +1,26 @@
-"""What the README and docs/running-jobs.md show is done as it stands there: the table of commands, the first job, the
-lines that load the result."""
+"""The commands that the README and the pages show, run as they stand there."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import yaml
 
+from deploy.quickstart.__main__ import main as quickstart
 from tests import factories
+from tests.docs.walkthrough import blocks
 from tests.end_to_end.children import Child, Hook, wait_for
-from tests.end_to_end.jobs import Job
+from tests.end_to_end.jobs import Job, command
 
-pytestmark = pytest.mark.ray
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TABLE = (ROOT / "docs" / "running-jobs.md").read_text(encoding="utf-8")
@@ -42,6 +45,7 @@ def _run(folder: Path, name: str, *more: str, **values: str) -> str:
     return child.said
 
 
+@pytest.mark.ray
 def test_the_commands_of_the_table(job: type[Job], tmp_path: Path, text: Path, llama: Path) -> None:
     one = job()
     output, run_dir = str(one.output), str(one.run_dir)
@@ -64,6 +68,7 @@ def test_the_commands_of_the_table(job: type[Job], tmp_path: Path, text: Path, l
     _loads_as_shown(one.output, tmp_path)
 
 
+@pytest.mark.ray
 def test_the_sweep_of_the_table(job: type[Job], tmp_path: Path) -> None:
     one = job(**{"calibration.propagate": "dense"})
     fields = {name: value for name, value in one.document().items() if name not in ("budget", "methods")}
@@ -74,6 +79,7 @@ def test_the_sweep_of_the_table(job: type[Job], tmp_path: Path) -> None:
     assert "flat_llm-0.6" in said
 
 
+@pytest.mark.ray
 @pytest.mark.nightly
 def test_the_sweep_of_make_real(tmp_path: Path, text: Path, scored: Path, llama: Path) -> None:
     """Every point of it, on another model and other texts."""
@@ -89,6 +95,7 @@ def test_the_sweep_of_make_real(tmp_path: Path, text: Path, scored: Path, llama:
     assert [point for point in points if point not in said] == []
 
 
+@pytest.mark.ray
 def test_the_first_job_of_the_readme(tmp_path: Path, text: Path) -> None:
     """Word for word, but for the places of the model, the text and what is written; so is what they print."""
     lines = re.findall(r"^python -m pipeline\.(\w+) (.+)$", README, re.MULTILINE)
@@ -119,3 +126,88 @@ def _loads_as_shown(output: Path, folder: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "generated" in done.stdout
+
+
+PAGE = ROOT / "docs" / "first_hour.md"
+FIRST_HOUR_MODEL = Path("lamina/runs/quickstart")
+
+
+class Shown(NamedTuple):
+    """A command of the page and the lines below it."""
+
+    words: tuple[str, ...]
+    lines: tuple[str, ...]
+
+
+def shown() -> list[Shown]:
+    text = "".join(block.text for block in blocks(PAGE) if block.language == "console")
+    first, *parts = re.split(r"^\$ ", text, flags=re.MULTILINE)
+    assert not first
+    return [Shown(tuple(shlex.split(part.splitlines()[0])), tuple(part.splitlines()[1:])) for part in parts]
+
+
+def commands_of(name: str) -> list[Shown]:
+    return [each for each in shown() if each.words[0] == name]
+
+
+def test_what_is_installed_is_there() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    ((*_, constraints, project),) = [each.words for each in shown() if each.words[:2] == ("pip", "install")]
+    assert (ROOT / Path(constraints).relative_to("lamina")).is_file()
+    assert set(re.findall(r"\[(.*)\]", project)[0].split(",")) <= {*extras}
+
+
+def test_the_model_is_made_by_the_command_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ((*_, module, option),) = [each.words for each in shown() if "deploy.quickstart" in each.words]
+    monkeypatch.setattr(sys, "argv", [module, "--help"])
+    with pytest.raises(SystemExit):
+        quickstart()
+    assert option.removesuffix(")") in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_the_job_and_what_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama: Path, text: Path) -> None:
+    """On another small model, in this process; the first run kills itself at a commit."""
+    monkeypatch.chdir(tmp_path)
+    FIRST_HOUR_MODEL.mkdir(parents=True)
+    (FIRST_HOUR_MODEL / "model").symlink_to(llama)
+    (FIRST_HOUR_MODEL / "calibration.txt").symlink_to(text)
+    following = [each.words[1] for each in commands_of("lamina")]
+    assert following == ["init", "run", "status", "run", "verify", "report", "export"]
+    for one in commands_of("lamina"):
+        _, name, *options = one.words
+        if name == "run":
+            killed = options[-1] == "&"
+            words = [*options[:1], "--set", "workers.max=1", "--set", "model.accept_loss=true"]
+            child = Child(
+                name, words, tmp_path / f"{killed}.log", Hook("commit", 2, "dense/", after=True) if killed else None
+            )
+            assert child.end() == (-signal.SIGKILL if killed else 0), child.said
+            assert killed or missing(one, child.said) == []
+            continue
+        ended = command(name, *options)
+        assert ended.code == 0, ended.err
+        assert missing(one, ended.out + ended.err) == []
+    (script,) = [block for block in blocks(PAGE) if block.language == "python"]
+    assert commands_of("python")[-1].words == ("python", script.path)
+    paths = os.pathsep.join(path for path in sys.path if not Path(path, "lamina").is_dir())
+    said = subprocess.run(
+        [sys.executable, "-c", script.text], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": paths},
+    )  # fmt: skip
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.strip()
+
+
+def missing(one: Shown, said: str) -> list[str]:
+    """The lines of the page that begin with a word with which no printed line begins."""
+    printed = {first for line in said.splitlines() if (first := first_word(line))}
+    heads = [(line, first_word(line)) for line in one.lines]
+    return [line for line, head in heads if head and head not in printed]
+
+
+def first_word(line: str) -> str:
+    return next(iter(re.findall(r"^ *([A-Za-z_]+)", line)), "")

@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.end_to_end.jobs import Job, command, file_digests, load, logits_of, read_tensors, relative_error, some_tokens
 from tests.end_to_end.sources import make_source
-from tests.end_to_end.test_levels import plain_model
 from tests.end_to_end.test_methods import decodes_as_it_prefills
-from tests.end_to_end.test_quantize import load_plain, rounding
+from tests.end_to_end.test_quantize import load_plain, plain_model, rounding
 
 pytestmark = pytest.mark.usefixtures("inline")
 

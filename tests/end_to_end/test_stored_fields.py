@@ -1,4 +1,4 @@
-"""Fields of a source's `quantization_config`, and tensors beside its codes: read as their tools read them, or named."""
+"""Stored weights: fields of their configs, and a stored head."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from manifests.errors import InputError
 from pipeline.inputs.sources import open_dense
@@ -19,9 +20,10 @@ from stores.source import open_source
 from tests import factories
 from tests.encoders import INT4, INT8, encode_model
 from tests.end_to_end.jobs import Job, command, load, logits_of, read_tensors, some_tokens
+from tests.end_to_end.sources import make_source
+from tests.end_to_end.test_evaluate import WINDOW, perplexity
 from tests.end_to_end.test_stored_formats import check_pair
 
-pytestmark = pytest.mark.usefixtures("inline")
 MakeJob = Callable[..., Job]
 LAYER = "model.layers.1."
 IGNORED = ("lm_head", f"{LAYER}mlp.down_proj", "re:.*layers\\.0\\.self_attn")
@@ -66,6 +68,7 @@ KINDS: dict[str, tuple[str, Callable[[str], str], dict[str, Any]]] = {
 LOADED = ("float, ignored", "fp8 blocks, ignored", "groups")  # transformers reads them on a CPU
 
 
+@pytest.mark.usefixtures("inline")
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_those_of_the_encoder(kind: str, tmp_path: Path) -> None:
     """And the logits those of transformers, where it reads the format on a CPU."""
@@ -83,6 +86,7 @@ def test_weights_are_those_of_the_encoder(kind: str, tmp_path: Path) -> None:
         assert torch.equal(theirs, plain)
 
 
+@pytest.mark.usefixtures("inline")
 @pytest.mark.parametrize("kind", ["dynamic", "fp8, ignored"])
 def test_a_job_keeps_formats_that_differ_by_module(kind: str, tmp_path: Path, job: MakeJob) -> None:
     """What it leaves has the source's bytes, the rest those of a job on the decoded model; OUTPUT has its logits."""
@@ -97,6 +101,7 @@ def test_a_job_keeps_formats_that_differ_by_module(kind: str, tmp_path: Path, jo
     assert torch.equal(logits_of(load(ran.output), ids), logits_of(plain, ids))
 
 
+@pytest.mark.usefixtures("inline")
 def test_patterns_name_modules_as_the_files_do(tmp_path: Path) -> None:
     """Also after several renamings of tensors."""
     base, kind_of, fields = KINDS["dynamic"]
@@ -138,6 +143,7 @@ UNREAD = {
 }
 
 
+@pytest.mark.usefixtures("inline")
 @pytest.mark.parametrize("kind", UNREAD)
 def test_tensors_that_no_module_reads_are_named(kind: str, encoded: Path, tmp_path: Path, job: MakeJob) -> None:
     source = changed(encoded, tmp_path / "changed", {UNREAD[kind]: torch.ones(2, 2)})
@@ -151,6 +157,7 @@ def test_tensors_that_no_module_reads_are_named(kind: str, encoded: Path, tmp_pa
 ACTIVATIONS = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 
 
+@pytest.mark.usefixtures("inline")
 def test_scales_of_activations_change_nothing(encoded: Path, tmp_path: Path, job: MakeJob) -> None:
     """Static ones, and those of a cache: a job gives the same bytes, and OUTPUT the same logits, with and without."""
     names = ("self_attn.q_proj.input_scale", "self_attn.k_scale", "self_attn.v_scale", "mlp.up_proj.input_scale")
@@ -167,6 +174,7 @@ def test_scales_of_activations_change_nothing(encoded: Path, tmp_path: Path, job
     assert torch.equal(*(logits_of(load(each.output), ids) for each in made))
 
 
+@pytest.mark.usefixtures("inline")
 @pytest.mark.parametrize("value", [0.0, 0.5])
 def test_an_added_bias_must_be_zero(value: float, encoded: Path, tmp_path: Path) -> None:
     """Encoders of GPTQ store biases of zeros for linears that have none."""
@@ -179,6 +187,7 @@ def test_an_added_bias_must_be_zero(value: float, encoded: Path, tmp_path: Path)
         open_dense(str(source))
 
 
+@pytest.mark.usefixtures("inline")
 def test_transforms_are_refused_by_name(encoded: Path, tmp_path: Path, job: MakeJob) -> None:
     transform = {"config_groups": {"R4": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input"}]}}}
     source = changed(encoded, tmp_path / "changed", {}, transform_config=transform)
@@ -188,6 +197,7 @@ def test_transforms_are_refused_by_name(encoded: Path, tmp_path: Path, job: Make
     assert "are transformed (rotated) while the model runs; not supported" in ended.err
 
 
+@pytest.mark.usefixtures("inline")
 @pytest.mark.parametrize("name", [f"{LAYER}self_attn.q_proj.lora_A.weight", f"{LAYER}self_attn.rotary_emb.inv_freq"])
 def test_tensors_of_a_dense_model_that_nothing_reads_are_announced(name: str, tmp_path: Path, job: MakeJob) -> None:
     """transformers ignores them, too, with a warning; buffers of old checkpoints are no news."""
@@ -202,3 +212,66 @@ def test_tensors_of_a_dense_model_that_nothing_reads_are_announced(name: str, tm
     assert ended.code == 0, ended.err
     announced = f"tensors of the source that no module reads (1, {name} first) change nothing"
     assert (announced in " ".join((ended.out + ended.err).split())) == ("lora" in name)
+
+
+NAMES = {"llama": ("model.embed_tokens", "lm_head"), "opt": ("model.decoder.embed_tokens", "lm_head")}
+
+
+def tied_source(directory: Path, family: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
+    """A model whose config ties head and embedding, and whose shards hold `change(embedding)` as head."""
+    source = make_source(directory, family)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    embed, head = (f"{name}.weight" for name in NAMES[family])
+    tensors = read_tensors(source)
+    for path in source.glob("model*.safetensors*"):
+        path.unlink()
+    tensors[head] = change(tensors[embed]).contiguous()
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    return source
+
+
+def as_transformers(directory: Path, text: str) -> tuple[Any, float]:
+    model = AutoModelForCausalLM.from_pretrained(directory).eval()
+    return model, perplexity(model, AutoTokenizer.from_pretrained(directory), text, WINDOW)[0]
+
+
+@pytest.mark.usefixtures("inline")
+@pytest.mark.parametrize("family", ["llama", "opt"])
+@pytest.mark.parametrize("equal", [True, False], ids=["equal", "different"])
+def test_scores_counts_and_verifies_what_transformers_loads(
+    family: str, equal: bool, tmp_path: Path, job: MakeJob
+) -> None:
+    source = tied_source(tmp_path / "source", family, lambda embed: embed.clone() if equal else embed.flip(0))
+    scored = factories.write_text(tmp_path / "scored.txt", 6_000, seed=9)
+    evaluation = {"perplexity": {"text": {"files": [str(scored)]}, "window": WINDOW}}
+    made = job(source, evaluation=evaluation, budget={"keep": 0.8, "scope": "model"})
+    summary = made.run().json
+    for directory in (source, made.output):
+        model, expected = as_transformers(directory, scored.read_text())
+        tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+        assert tied == equal
+        found = command("evaluate", str(directory), "--text", str(scored), "--window", str(WINDOW), "--json").json
+        assert found["perplexity"] == pytest.approx(expected, rel=1e-5), directory
+    assert summary["evaluation"]["perplexity"]["perplexity"] == pytest.approx(expected, rel=1e-5)
+    counts = summary["counts"]["parameters"]
+    assert counts["compressed"] == sum(parameter.numel() for parameter in model.parameters())
+    assert 0.79 < counts["compressed"] / counts["dense"] <= 0.8
+    assert (f"{NAMES[family][1]}.weight" in read_tensors(made.output)) != equal
+    verified = command("verify", str(made.output), "--source", str(source), "--json").json
+    assert verified["passed"], verified
+
+
+@pytest.mark.usefixtures("inline")
+def test_a_swapped_stored_head_is_found(tmp_path: Path, job: MakeJob) -> None:
+    """The head that a loader takes is the one that is compared."""
+    source = tied_source(tmp_path / "source", "llama", lambda embed: embed.flip(0))
+    made = job(source)
+    made.run().json  # noqa: B018 - asserts the exit code
+    shard = next(path for path in made.output.glob("*.safetensors") if "lm_head.weight" in load_file(path))
+    tensors = load_file(shard)
+    shard.unlink()  # it may be a link to the source
+    save_file({**tensors, "lm_head.weight": tensors["lm_head.weight"].flip(1).contiguous()}, shard, {"format": "pt"})
+    ended = command("verify", str(made.output), "--source", str(source))
+    assert ended.code == 1
+    assert "FAULT  logits" in ended.out, ended.out

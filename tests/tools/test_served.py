@@ -16,7 +16,7 @@ import torch
 
 from pipeline.cost_model.serving_memory import ENGINES
 from tests import factories
-from tests.end_to_end.test_export_gguf import needs_gguf, read_gguf
+from tests.end_to_end.exports import needs_gguf, read_gguf
 from tools.benchmarks import served
 
 WORDS = ["Paris", " is", " nice"]

@@ -1,4 +1,4 @@
-"""Metrics of a job, with a stand-in for Ray's metrics; `tests/end_to_end/test_scrape.py` has Ray's."""
+"""Metrics of a job, with a stand-in for Ray's metrics; `tests/end_to_end/test_submitted.py` has Ray's."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def exports(played: Played) -> Iterator[str]:
         ended = command("export", "output", "--to", target, *options, str(destination), "--json")
         if ended.code == 0:
             if target == "gguf" and played.spec.is_mixture:
-                continue  # `tests/end_to_end/test_export_gguf_mixtures.py` reads them
+                continue  # `tests/end_to_end/test_export_gguf.py` reads them
             if target == "stock" and _needs_bitsandbytes(destination):
                 continue
             try:

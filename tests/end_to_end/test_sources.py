@@ -1,8 +1,9 @@
-"""Sources with a config that fits and weights that do not: refused by what they are; and tensors beyond the model's."""
+"""Sources of other kinds: their names, their files, and changes under a run."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from tests.end_to_end.jobs import Job, command, load, read_tensors
+from tests import factories
+from tests.end_to_end.children import Child, Hook, wait_for
+from tests.end_to_end.jobs import (
+    Job,
+    command,
+    file_digests,
+    load,
+    logits_of,
+    read_tensors,
+    relative_error,
+    some_tokens,
+    without_ray,
+)
+from tests.end_to_end.sources import make_source
+from tests.renamed_models import HEAD, IN_MEMORY, INSIDE, NEITHER, NO_PREFIX, rename
 
 LAYERS = 3  # of the fixture `llama`
 MakeJob = Callable[..., Job]
@@ -159,3 +174,187 @@ def test_an_unknown_model_is_described(kind: str, tmp_path: Path) -> None:
 def test_a_known_model_is_named_by_plan(llama: Path) -> None:
     ended = command("plan", str(llama))
     assert (ended.code, ended.out.splitlines()[0]) == (0, "llama: 3 layers, 93,264 numbers")
+
+
+FLAT: dict[str, Any] = {"methods": [{"method": "flat_llm"}]}
+EXPERTS: dict[str, Any] = {"methods": [{"method": "loss_aware", "attention": False}], "calibration.propagate": "dense"}
+CASES: dict[str, tuple[str, str, bool, dict[str, Any]]] = {
+    "llama without model": ("llama", NO_PREFIX, False, FLAT),
+    "tied llama, head alone": ("llama", HEAD, True, {**FLAT, "quantize": {"bits": 8, "group": None}}),
+    "experts in memory": ("qwen3_moe", IN_MEMORY, False, EXPERTS),
+    "opt with decoder": ("opt", NO_PREFIX, False, FLAT),
+    "gpt_neox with lm_head": ("gpt_neox", NEITHER, False, FLAT),
+    "mixtral in memory": ("mixtral", NEITHER, False, EXPERTS),
+    "decoder of a whole": ("qwen3_5_text", INSIDE, False, EXPERTS),
+    "convolutions in memory": ("kimi_linear", IN_MEMORY, False, EXPERTS),
+}
+
+
+def exported(made: Job, target: str, folder: Path) -> dict[str, torch.Tensor] | None:
+    """Return the tensors of an export; None if it is refused."""
+    return read_tensors(folder) if command("export", str(made.output), "--to", target, str(folder)).code == 0 else None
+
+
+@pytest.mark.sample(2)
+@pytest.mark.usefixtures("inline")
+@pytest.mark.parametrize("case", CASES)
+def test_the_result_is_that_of_the_usual_files(case: str, tmp_path: Path, job: MakeJob, scored: Path) -> None:
+    family, naming, tied, changes = CASES[case]
+    plain = make_source(tmp_path / "plain", family, tie_word_embeddings=tied)
+    renamed = rename(plain, tmp_path / "renamed", naming, AutoModelForCausalLM.from_pretrained(plain))
+    usual, other = job(plain, **changes), job(renamed, **changes)
+    first, second = usual.run().json, other.run().json
+    assert first["counts"] == second["counts"]
+    before, after = read_tensors(usual.output), read_tensors(other.output)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert (usual.output / "config.json").read_bytes() == (other.output / "config.json").read_bytes()
+    assert command("plan", str(other.manifest)).code == 0
+    verified = command("verify", str(other.output), "--source", str(renamed), "--bound", "10")
+    assert verified.code == 0, verified.out
+    options = ["--text", str(scored), "--window", "40", "--json"]
+    losses = [command("evaluate", str(path), *options).json["loss"] for path in (plain, renamed, other.output)]
+    assert losses[0] == losses[1] != losses[2]
+    model = load(other.output)
+    head, embed = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    assert (head.data_ptr() == embed.data_ptr()) == tied
+    for target in ("dense", "stock"):
+        wanted, found = (exported(made, target, made.root / target) for made in (usual, other))
+        assert (wanted is None) == (found is None)
+        if wanted and found:
+            assert all(torch.equal(wanted[name], found[name]) for name in wanted | found)
+            ids_BT = some_tokens(300)
+            assert relative_error(logits_of(load(other.root / target), ids_BT), logits_of(model, ids_BT)) < 1e-4
+
+
+Change = Callable[[Path], Path]
+POINTS: dict[str, Hook] = {
+    "before the first layer": Hook("commit", match="dense/"),
+    "between two layers": Hook("commit", match="layer/00001"),
+    "before the index": Hook("file", match="compression.json"),
+}
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source as it is before a test."""
+    return factories.make_model(tmp_path_factory.mktemp("kept") / "source")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("changing") / "source"
+
+
+@pytest.fixture
+def own_source(kept: Path, place: Path) -> Path:
+    """A source of its own, which a test may change."""
+    return restored(place, kept)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, kept: Path, place: Path, text: Path) -> dict[str, str]:
+    """The output of a run whose source stays as it is."""
+    made = Job(tmp_path_factory.mktemp("undisturbed"), restored(place, kept), text).write()
+    with without_ray():
+        assert made.run().code == 0
+    return file_digests(made.output)
+
+
+def restored(place: Path, kept: Path) -> Path:
+    shutil.rmtree(place, ignore_errors=True)
+    return Path(shutil.copytree(kept, place))
+
+
+def in_place(own_source: Path) -> Path:
+    """Other numbers, in a file of the same name and size."""
+    path = sorted(own_source.glob("*.safetensors"))[-1]
+    content = path.read_bytes()
+    with path.open("r+b") as file:
+        file.seek(len(content) - 64)
+        file.write(bytes(byte ^ 1 for byte in content[-64:]))
+    return path
+
+
+def replaced(own_source: Path) -> Path:
+    path = sorted(own_source.glob("*.safetensors"))[0]
+    other = path.with_suffix(".new")
+    content = path.read_bytes()
+    other.write_bytes(content[:-4] + bytes(byte ^ 1 for byte in content[-4:]))
+    os.replace(other, path)
+    return path
+
+
+def deleted(own_source: Path) -> Path:
+    path = sorted(own_source.glob("*.safetensors"))[0]
+    path.unlink()
+    return path
+
+
+def config(own_source: Path) -> Path:
+    path = own_source / "config.json"
+    path.write_text(path.read_text().replace("1e-06", "1e-05"))
+    return path
+
+
+def tokenizer(own_source: Path) -> Path:
+    path = own_source / "tokenizer.json"
+    path.write_text(path.read_text() + "\n")
+    return path
+
+
+def run_changed(made: Job, hook: Hook, change: Change) -> tuple[int, str, Path]:
+    """A run whose source changes at the hook: how it ended, and the file that changed."""
+    pause = made.root / "pause"
+    hook = Hook(hook.what, hook.nth, hook.match, hook.after, pause=str(pause))
+    child = Child("run", [str(made.manifest)], made.root / "log", hook)
+    wait_for(pause, child)
+    path = change(made.source)
+    pause.unlink()
+    return child.end(), child.said, path
+
+
+@pytest.mark.usefixtures("inline")
+@pytest.mark.parametrize(
+    ("point", "change"),
+    [
+        ("before the first layer", in_place),
+        ("between two layers", replaced),
+        ("between two layers", config),
+        ("between two layers", tokenizer),
+        ("before the index", in_place),
+        ("before the index", deleted),
+    ],
+)
+def test_a_change_under_a_run_ends_it(
+    point: str, change: Change, undisturbed: dict[str, str], own_source: Path, kept: Path, text: Path, tmp_path: Path
+) -> None:
+    made = Job(tmp_path / "job", own_source, text).write()
+    code, said, path = run_changed(made, POINTS[point], change)
+    assert (code, path.name in said, "Traceback" in said) == (1, True, False), said
+    assert not (made.output / "model.safetensors.index.json").exists()
+    restored(own_source, kept)
+    assert made.run().code == 0
+    assert file_digests(made.output) == undisturbed
+
+
+@pytest.mark.usefixtures("inline")
+def test_another_source_is_refused_on_resuming(own_source: Path, text: Path, tmp_path: Path) -> None:
+    made = Job(tmp_path / "job", own_source, text).write()
+    _, said, path = run_changed(made, POINTS["between two layers"], in_place)
+    ended = made.run()
+    assert (ended.code, path.name in ended.err) == (2, True), (said, ended)
+
+
+@pytest.mark.usefixtures("inline")
+def test_times_alone_may_change(own_source: Path, text: Path, tmp_path: Path) -> None:
+    """As by a backup, or a hard link that another job makes."""
+
+    def touched(own_source: Path) -> Path:
+        path = sorted(own_source.glob("*.safetensors"))[0]
+        os.utime(path)
+        os.link(path, tmp_path / "link")
+        return path
+
+    code, said, _ = run_changed(Job(tmp_path / "job", own_source, text).write(), POINTS["between two layers"], touched)
+    assert code == 0, said
