@@ -226,6 +226,13 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
 
 
+def source_error(output: Path, source: Path) -> float:
+    """Return the relative error of a checkpoint's logits on some tokens, against those of its source."""
+    dense = load(source)
+    ids_BT = some_tokens(dense.config.vocab_size)
+    return relative_error(logits_of(load(output), ids_BT), logits_of(dense, ids_BT))
+
+
 def leaves(value: Any) -> Iterator[Any]:
     """Yield all values inside a unit or a result, through records, dataclasses, mappings and sequences."""
     if isinstance(value, Mapping):

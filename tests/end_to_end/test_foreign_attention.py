@@ -38,6 +38,17 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def checked_error(output: Path, source: Path) -> float:
+    """Verify a checkpoint, and compare its logits with and without a cache. Return their error against the source's."""
+    verified = command("verify", str(output), "--source", str(source), "--bound", "10")
+    assert verified.code == 0, verified.out + verified.err
+    ids_BT, model = some_tokens(320), load(output, trust_remote_code=True)
+    cache = model(ids_BT[:, :12], use_cache=True).past_key_values
+    logits_BTV = logits_of(model, ids_BT)
+    assert relative_error(logits_of(model, ids_BT[:, 12:], past_key_values=cache), logits_BTV[:, 12:]) < 1e-4
+    return relative_error(logits_BTV, logits_of(load(source), ids_BT))
+
+
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("foreign")
@@ -88,14 +99,7 @@ def test_a_job_on_a_mixture(name: str, job: MakeJob, tmp_path: Path) -> None:
     before, after = read_tensors(source), read_tensors(run.output)
     copied = [tensor for tensor in before if ".self_attn." in tensor or ".mlp.gate." in tensor]
     assert all(torch.equal(before[tensor], after[tensor]) for tensor in copied)
-    verified = command("verify", str(run.output), "--source", str(source), "--bound", "10")
-    assert verified.code == 0, verified.out + verified.err
-    ids = some_tokens(320)
-    model = load(run.output, trust_remote_code=True)
-    cache = model(ids[:, :12], use_cache=True).past_key_values
-    logits = logits_of(model, ids)
-    assert relative_error(logits_of(model, ids[:, 12:], past_key_values=cache), logits[:, 12:]) < 1e-4
-    assert relative_error(logits, logits_of(load(source), ids)) < 1.5
+    assert checked_error(run.output, source) < 1.5
 
 
 @pytest.mark.nightly
@@ -227,14 +231,7 @@ def test_a_job_on_a_hybrid(name: str, family: str, job: MakeJob, tmp_path: Path)
     copied = [f"{layer.path(each.role)}.{part}" for layer in layers for each in layer.copied for part, _ in each.shapes]
     assert len(copied) > 15
     assert all(torch.equal(before[tensor], after[tensor]) for tensor in copied)
-    verified = command("verify", str(run.output), "--source", str(source), "--bound", "10")
-    assert verified.code == 0, verified.out + verified.err
-    ids = some_tokens(320)
-    model = load(run.output, trust_remote_code=True)
-    cache = model(ids[:, :12], use_cache=True).past_key_values
-    logits = logits_of(model, ids)
-    assert relative_error(logits_of(model, ids[:, 12:], past_key_values=cache), logits[:, 12:]) < 1e-4
-    assert 1e-3 < relative_error(logits, logits_of(load(source), ids)) < 1.5
+    assert 1e-3 < checked_error(run.output, source) < 1.5
 
 
 @pytest.mark.parametrize(

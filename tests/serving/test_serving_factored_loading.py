@@ -1,21 +1,17 @@
 """Checkpoints with every form of factors: loaded, saved and loaded again; by installed and by remote code."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from lamina.factored_lamina import stored_state
 from tests.serving import serving_factors as kinds
 from tests.serving.serving_factors import factorise, forms_of
-from tests.serving.serving_sources import build, describe, make_source, padded_batch
-from tests.serving.test_serving_loading import REMOTE, copy_modelling_files, load
+from tests.serving.serving_sources import describe, make_source
+from tests.serving.test_serving_loading import load, load_without_the_package, save_checkpoint
 
 # Every form once: low_rank; joint and latent; tucker. head_pca, pruned and head_low_rank are in test_serving_loading.
 ROTARY = [kinds.low_rank, kinds.latent_keys_absorbed_values, kinds.tucker_sparse]
@@ -25,25 +21,15 @@ SAVED = {"llama-gqa": ROTARY, "qwen2-tied": ROTARY, "gptj": [kinds.joint_head, *
 
 def write_checkpoint(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> None:
     """As the compress side writes it, with buffers that old versions of the library stored with each layer."""
-    folder.mkdir(parents=True)
     source = make_source(name)
     forms = forms_of(source.config, SAVED[name], 0.5)
     tensors, _ = factorise(source.config, source.state_dict(), forms)
-    ids_BT, mask_BT = padded_batch()
-    with torch.no_grad():
-        logits = build(source.config, tensors, forms)(ids_BT, attention_mask=mask_BT).logits
-    if source.config.tie_word_embeddings:
-        del tensors["lm_head.weight"]
-    tensors = {k: t.to(dtype) if t.is_floating_point() else t for k, t in tensors.items()}
     prefix = f"{describe(source.config)['block']['layers']}.1."
     attention = describe(source.config)["block"]["modules"]["q"].rpartition(".")[0]
     old = {"bias": torch.ones(1, 1, 8, 8, dtype=torch.uint8), "masked_bias": torch.tensor(-1e9)}
     old["rotary_emb.inv_freq"] = torch.ones(4)
-    tensors |= {f"{prefix}{attention}.{key}": tensor for key, tensor in old.items()}
-    save_file({k: t.contiguous() for k, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(describe(source.config, forms)))
-    copy_modelling_files(folder)
-    save_file({"ids": ids_BT, "mask": mask_BT, "logits": logits}, folder / "expected.safetensors")
+    buffers = {f"{prefix}{attention}.{key}": tensor for key, tensor in old.items()}
+    save_checkpoint(folder, source.config, tensors, forms, dtype, buffers)
 
 
 @pytest.fixture(scope="module")
@@ -121,13 +107,4 @@ def test_split_between_layers_with_one_on_disk(checkpoints: Path, tmp_path: Path
 @pytest.mark.nightly  # `test_serving_loading.py` has the like of the dense and pruned forms
 @pytest.mark.slow
 def test_code_in_the_checkpoint_is_enough(checkpoints: Path, tmp_path: Path) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment |= {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", REMOTE, str(checkpoints), str(tmp_path / "again")],
-        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == ["loaded", str(len(SAVED))]
-    assert run.stderr == ""
+    load_without_the_package(checkpoints, tmp_path)

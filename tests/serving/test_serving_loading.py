@@ -5,14 +5,17 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, StaticCache
+from torch import Tensor
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, StaticCache
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import lamina
@@ -40,18 +43,33 @@ def test_the_modelling_files_are_what_transformers_copies() -> None:
 
 
 def write_checkpoint(folder: Path, name: str) -> None:
-    """A folder as the compress side writes it, with the logits that it must give in `expected.safetensors`."""
-    folder.mkdir(parents=True)
+    """Write the mixed forms of a source."""
     source = make_source(name)
     forms = forms_for(source.config, MIXED)
-    tensors, _ = compress(source.config, source.state_dict(), forms)
+    save_checkpoint(folder, source.config, compress(source.config, source.state_dict(), forms)[0], forms)
+
+
+def save_checkpoint(
+    folder: Path,
+    source: PreTrainedConfig,
+    tensors: dict[str, Tensor],
+    forms: list[dict[str, Any]],
+    dtype: torch.dtype = torch.float32,
+    others: Mapping[str, Tensor] = MappingProxyType({}),
+) -> None:
+    """Save a folder as the compress side writes it, with the logits that it must give in `expected.safetensors`.
+
+    `others`: tensors that are saved, too.
+    """
+    folder.mkdir(parents=True)
     ids_BT, mask_BT = padded_batch()
     with torch.no_grad():
-        logits = build(source.config, tensors, forms)(ids_BT, attention_mask=mask_BT).logits
-    if source.config.tie_word_embeddings:
-        del tensors["lm_head.weight"]
-    save_file({k: t.contiguous() for k, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(describe(source.config, forms)))
+        logits = build(source, tensors, forms)(ids_BT, attention_mask=mask_BT).logits
+    saved = {k: t.to(dtype) if t.is_floating_point() else t for k, t in tensors.items()} | {**others}
+    if source.tie_word_embeddings:
+        del saved["lm_head.weight"]
+    save_file({k: t.contiguous() for k, t in saved.items()}, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(describe(source, forms)))
     copy_modelling_files(folder)
     save_file({"ids": ids_BT, "mask": mask_BT, "logits": logits}, folder / "expected.safetensors")
 
@@ -211,16 +229,20 @@ print("loaded", len(list(root.iterdir())))
 
 @pytest.mark.slow
 def test_code_in_the_checkpoint_is_enough(checkpoints: Path, tmp_path: Path) -> None:
-    """A process that cannot import lamina; nothing may be printed about the weights or the configuration."""
+    load_without_the_package(checkpoints, tmp_path)
+
+
+def load_without_the_package(checkpoints: Path, folder: Path) -> None:
+    """Load checkpoints in a process that cannot import lamina. It prints no warning of weights or configurations."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment |= {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    environment |= {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(folder / "modules")}
     environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [sys.executable, "-c", REMOTE, str(checkpoints), str(tmp_path / "again")],
-        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
+        [sys.executable, "-c", REMOTE, str(checkpoints), str(folder / "again")],
+        env=environment, cwd=folder, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == ["loaded", str(len(SAVED))]
+    assert run.stdout.split() == ["loaded", str(len([*checkpoints.iterdir()]))]
     assert run.stderr == ""
 
 
