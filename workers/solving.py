@@ -47,7 +47,7 @@ class GroupProblem:
         weights = self.group.weights
         if transfer is not None and isinstance(weights, StreamedWeights):
             statistics = replace(statistics, offload=transfer.offload)
-        return replace(self, group=self.group.given(weights, statistics))
+        return replace(self, group=self.group.with_data(weights, statistics))
 
 
 def solve_group(

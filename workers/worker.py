@@ -223,7 +223,7 @@ class Worker:
     def _problem(self, task: Task) -> GroupProblem:
         (method, quantize), geometry = self.methods[task.method], self.setup.geometry.layers[task.layer]
         weights = self.layers.group_weights(task.layer, task.roles)
-        return GroupProblem(method.group(task, geometry).given(weights), quantize)
+        return GroupProblem(method.group(task, geometry).with_data(weights), quantize)
 
     def _solve(self, unit: Solve) -> SolveDone:
         before = self.transfer.get(unit.before) if unit.before is not None else {}

@@ -40,7 +40,7 @@ class Group(ABC, Generic[E]):
         entry: the settings of the method.
         geometry: of the group's layer.
         name, roles, moments, corrections, pieces: as in `Task`.
-        weights: the dense `role.weight` and `role.bias` of the roles. Like `statistics`, only after `given`.
+        weights: the dense `role.weight` and `role.bias` of the roles. Like `statistics`, only after `with_data`.
     """
 
     entry: E
@@ -53,7 +53,7 @@ class Group(ABC, Generic[E]):
     weights: Weights = field(default_factory=dict, compare=False, repr=False, kw_only=True)
     statistics: Statistics = field(default_factory=Statistics, compare=False, repr=False, kw_only=True)
 
-    def given(self, weights: Weights, statistics: Statistics | None = None) -> Self:
+    def with_data(self, weights: Weights, statistics: Statistics | None = None) -> Self:
         """Return the group with its data, which `measure`, curves and solutions need."""
         return replace(self, weights=weights, statistics=statistics or Statistics())
 

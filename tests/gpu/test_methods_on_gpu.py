@@ -54,7 +54,7 @@ def test_what_methods_make_of_a_group(name: str, emulated: EmulatedDevice | None
         )
         moments = {**make_statistics(where, rounding).moments, **statistics.moments}
         statistics = replace(statistics, moments=moments)
-        given = group.given(weights, statistics)
+        given = group.with_data(weights, statistics)
         expected, found = made_of(given), made_of(on_device(given))
         assert found.keys() == expected.keys()
         for key, value in expected.items():
@@ -68,7 +68,7 @@ def test_what_methods_make_of_a_group(name: str, emulated: EmulatedDevice | None
 def on_device(group: Group[Any]) -> Group[Any]:
     moments = {moment: values.to("cuda") for moment, values in group.statistics.moments.items()}
     weights = {key: tensor.to("cuda") for key, tensor in group.weights.items()}
-    return group.given(weights, Statistics(moments, group.statistics.tokens))
+    return group.with_data(weights, Statistics(moments, group.statistics.tokens))
 
 
 def made_of(group: Group[Any]) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def solve(entry: dict[str, Any], where: Geometry, name: str, rank: int) -> tuple
     before = {key: weight.clone() for key, weight in weights.items()}
     moments = {moment: (inputs_TD.T @ inputs_TD)[None] for moment in group.moments}
     ranks = dict.fromkeys(group.roles, rank) | {"mlp": rank}
-    solution = group.given(weights, Statistics(moments, TOKENS)).solve(ranks)
+    solution = group.with_data(weights, Statistics(moments, TOKENS)).solve(ranks)
     assert all(torch.equal(weights[key], before[key]) for key in weights)
     return weights, inputs_TD, solution
 

@@ -59,7 +59,7 @@ def compute_curves(methods: Sequence[Method[Any]], where: Geometry) -> dict[str,
     for task in predict_tasks(methods, where):
         method = methods[task.method]
         weights, statistics = make_weights(where, task.roles, task.layer), make_statistics(where, task, task.layer)
-        curves[task.key] = method.group(task, where.layers[task.layer]).given(weights, statistics).curve()
+        curves[task.key] = method.group(task, where.layers[task.layer]).with_data(weights, statistics).curve()
     return curves
 
 
@@ -84,12 +84,12 @@ def test_low_rank_curves_say_what_is_lost_and_stored(
 ) -> None:
     where = GEOMETRIES[geometry]
     _, group, weights, statistics = problem({"method": kind, "allocation": "loss", **entry}, where, name)
-    points = from_columns(group.given(weights, statistics).curve())
+    points = from_columns(group.with_data(weights, statistics).curve())
     assert (points[-1].loss, points[-1].numbers) == (0.0, where.layers[0].numbers(group.roles))
     moment = Moment("mlp.in" if name == "mlp" else "attention.in")
     input_DD = statistics.mean(moment)[0]
     for point in points[:: max(1, len(points) // 6)]:
-        solution = group.given(weights, statistics).solve(point.ranks)
+        solution = group.with_data(weights, statistics).solve(point.ranks)
         assert sum(tensor.numel() for tensor in solution.tensors.values()) == point.numbers
         lost = 0.0
         owner = None
@@ -116,7 +116,7 @@ def test_the_metric_of_the_loss_loses_least(name: str) -> None:
     for weighting in ("none", "input", "loss"):
         entry = {"method": kind, "allocation": "loss", "weighting": weighting}
         _, group, weights, statistics = problem(entry, GEOMETRIES["gqa"], name)
-        curve = group.given(weights, statistics).curve()
+        curve = group.with_data(weights, statistics).curve()
         lines[weighting] = {point.numbers: point.loss for point in from_columns(curve)}
     for rival in ("none", "input"):
         shared = lines[rival].keys() & lines["loss"].keys()
@@ -133,11 +133,11 @@ def test_flat_llm_curves_say_what_is_lost_and_stored(geometry: str, weighting: s
     entry = {"method": "flat_llm", "allocation": "loss", "weighting": weighting, **choice}
     for name, after in (("attention", "mid"), ("mlp", "out")):
         _, group, weights, statistics = problem(entry, where, name)
-        points = from_columns(group.given(weights, statistics).curve())
+        points = from_columns(group.with_data(weights, statistics).curve())
         assert (points[-1].loss, points[-1].numbers) == (0.0, where.layers[0].numbers(group.roles))
         metric_DD = statistics.mean(Moment(after, kind="gradient"))[0]
         for point in points[:: max(1, len(points) // 5)]:
-            solution = group.given(weights, statistics).solve(point.ranks)
+            solution = group.with_data(weights, statistics).solve(point.ranks)
             assert sum(tensor.numel() for tensor in solution.tensors.values()) == point.numbers
             if name == "mlp":
                 rows = [
@@ -229,14 +229,14 @@ def test_lestd_curves_say_what_is_lost(geometry: str, entry: dict[str, Any]) -> 
     method, group, weights, statistics = problem(
         {"method": "lestd", "allocation": "loss", "refine_sweeps": 0, **entry}, where, name
     )
-    points = from_columns(group.given(weights, statistics).curve())
+    points = from_columns(group.with_data(weights, statistics).curve())
     losses = [point.loss for point in points]
     assert losses[-1] == 0.0
     assert losses[0] > 2 * losses[len(losses) // 2] > 0.0
     reads = {"o": "o.in", "down": "down.in", "gate": "mlp.in", "up": "mlp.in"}
     after = {"o": "mid", "down": "out"}
     for point in (points[2], points[len(points) // 3], points[len(points) // 2]):
-        again = tucker_weights(group.given(weights, statistics).solve(point.ranks), where, group)
+        again = tucker_weights(group.with_data(weights, statistics).solve(point.ranks), where, group)
         lost = 0.0
         for role in group.roles:
             diagonal = Moment(f"{role}.out", kind="gradient", diagonal=True)

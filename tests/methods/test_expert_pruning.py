@@ -34,7 +34,7 @@ def solve(entry: dict[str, object], count: int) -> Solution:
     experts = len(routed(LAYER))
     weights["router.weight"][:, 0] = torch.linspace(0.0, 3.0, experts, dtype=torch.float64)
     statistics = Statistics({sample_of(routed(LAYER), sampled(LAYER)): inputs_TD[None]}, TOKENS)
-    return group.given(weights, statistics).solve({EXPERTS: count})
+    return group.with_data(weights, statistics).solve({EXPERTS: count})
 
 
 def test_one_group_of_each_mixture_and_one_number_for_all() -> None:

@@ -71,7 +71,7 @@ def compress(
     weights, moments = weights_of(geometry, group.roles, dtype), moments_of(geometry, group)
     before = [tensor.clone() for tensor in (*weights.values(), *moments.values())]
     ranks = {"attention": "value", "mlp": "mlp", "query_key": "query_key"}[name]
-    solution = group.given(weights, Statistics(moments)).solve({ranks: rank})
+    solution = group.with_data(weights, Statistics(moments)).solve({ranks: rank})
     for tensor, copy in zip((*weights.values(), *moments.values()), before, strict=True):
         assert torch.equal(tensor, copy), "an input was changed"
     assert all(tensor.dtype == torch.float64 for tensor in solution.tensors.values())
@@ -147,7 +147,7 @@ def test_the_paper_s_theorem(geometry: LayerGeometry) -> None:
     x_TD = torch.randn(300, geometry.hidden, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     y_TGd = (x_TD @ weights["v.weight"].T).reshape(300, geometry.attention.kv_heads, d)
     moment_Gdd = torch.einsum("tgd,tge->gde", y_TGd, y_TGd)
-    solution = group.given(weights, Statistics({group.moments[0]: moment_Gdd})).solve({"value": rank})
+    solution = group.with_data(weights, Statistics({group.moments[0]: moment_Gdd})).solve({"value": rank})
     # The rows of W̃_v are Q̃ᵀ W_v: kept energy is that of the latents, as Q̃ is orthonormal.
     latent = x_TD @ solution.tensors["v.weight"].T
     lost = y_TGd.square().sum() - latent.square().sum()
@@ -200,7 +200,7 @@ def test_mlp_of_fewer_tokens_than_channels_says_so() -> None:
     method = method_of()
     (group,) = (group for group in method.claims(alone(geometry)) if group.name == "mlp")
     rows = torch.randn(4, geometry.mlps[0].width, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
-    solution = group.given(
+    solution = group.with_data(
         weights_of(geometry, group.roles), Statistics({Moment("down.in"): (rows.T @ rows)[None]})
     ).solve({"mlp": 9})
     assert solution.report["fallback"] is True
@@ -270,7 +270,7 @@ def test_weights_of_any_dtype_are_taken_in_float64(name: str, dtype: torch.dtype
     method = method_of(query_key="head_pca")
     group, weights, moments, solution = compress(method, geometry, name, 3, dtype)
     exact = {key: weight.double() for key, weight in weights.items()}
-    expected = group.given(exact, Statistics(moments)).solve({GROUPS[name]: 3})
+    expected = group.with_data(exact, Statistics(moments)).solve({GROUPS[name]: 3})
     for key, tensor in expected.tensors.items():
         equal(solution.tensors[key], tensor)
 
@@ -322,7 +322,7 @@ def test_dead_values_are_no_error() -> None:
         zero = torch.zeros(
             geometry.attention.kv_heads, geometry.attention.head_dim, geometry.attention.head_dim, dtype=torch.float64
         )
-        solution = group.given(weights_of(geometry, group.roles), Statistics({group.moments[0]: zero})).solve(
+        solution = group.with_data(weights_of(geometry, group.roles), Statistics({group.moments[0]: zero})).solve(
             {"value": 2}
         )
         assert solution.report["error"] == 0.0

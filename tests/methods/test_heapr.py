@@ -29,11 +29,11 @@ def test_channels_stay_by_the_loss_of_each(name: str, refit: bool) -> None:
     losses_N = torch.tensor(
         [0.5 * moment_NN[j, j] * down_DN[:, j] @ metric_DD @ down_DN[:, j] for j in range(len(moment_NN))]
     )
-    points = from_columns(group.given(weights, statistics).curve())  # type: ignore[attr-defined]  # it predicts
+    points = from_columns(group.with_data(weights, statistics).curve())  # type: ignore[attr-defined]  # it predicts
     point = points[len(points) // 2]
     gone = losses_N.argsort()[: len(losses_N) - point.ranks["width"]]
     assert point.loss == pytest.approx(float(losses_N[gone].sum()))
-    solution = group.given(weights, statistics).solve(point.ranks)
+    solution = group.with_data(weights, statistics).solve(point.ranks)
     kept = [j for j in range(len(losses_N)) if j not in gone.tolist()]
     assert torch.equal(
         solution.tensors[layer.mlps[0].readers[0].weight_key], weights[layer.mlps[0].readers[0].weight_key][kept]
@@ -51,7 +51,7 @@ def test_a_budget_ranks_the_channels_of_all_layers() -> None:
     where, job = GEOMETRIES["gqa"], manifest({"method": "heapr"}, keep=0.8, calibration=CALIBRATION)
     methods = build_methods(job)
     curves = {
-        key: group.given(make_weights(where, group.roles), make_statistics(where, group, group.layer)).curve()
+        key: group.with_data(make_weights(where, group.roles), make_statistics(where, group, group.layer)).curve()
         for key, group in task_groups(methods, where).items()
     }
     ranks = allocate_ranks(job, methods, where, Scores(curves=curves))
@@ -67,6 +67,6 @@ def test_the_whole_width_changes_nothing() -> None:
     (method,) = build_methods(manifest({"method": "heapr", "refit": True}, keep=0.8, calibration=CALIBRATION))
     group = next(iter(method.claims(where)))
     weights, statistics = make_weights(where, group.roles), make_statistics(where, group)
-    solution = group.given(weights, statistics).solve({"width": where.layers[0].mlps[0].width})
+    solution = group.with_data(weights, statistics).solve({"width": where.layers[0].mlps[0].width})
     assert not solution.forms
     assert all(torch.equal(solution.tensors[key], weight) for key, weight in weights.items())

@@ -39,7 +39,7 @@ def test_stored_tensors_make_the_reported_error(geometry: str, name: str, prune:
     biases = sum(weight.numel() for key, weight in weights.items() if key.endswith(".bias"))
     assert (variable.cap, variable.cost(variable.cap)) == (dense, where.layers[0].numbers(group.roles))
     size = int(keep * dense)
-    solution = group.given(weights, Statistics()).solve({"size": size})
+    solution = group.with_data(weights, Statistics()).solve({"size": size})
     total = sum(float(weight.square().sum()) for key, weight in weights.items() if key.endswith(".weight"))
     again = rebuild(solution, where, group)
     assert again.keys() == {key for key in weights if key.endswith(".weight")}
@@ -66,7 +66,7 @@ def test_full_size_stays_dense(geometry: str, entry: Json) -> None:
     for group in method.claims(where)[:2]:
         weights = make_weights(where, group.roles)
         cap = next(variable.cap for variable in method.rank_variables(where) if variable.group == group.name)
-        solution = group.given(weights, Statistics(make_moments(where))).solve({"size": cap})
+        solution = group.with_data(weights, Statistics(make_moments(where))).solve({"size": cap})
         assert solution.forms == {}
         assert solution.tensors.keys() == weights.keys()
         assert all(torch.equal(solution.tensors[key], weights[key]) for key in weights)
@@ -76,7 +76,7 @@ def test_weights_of_low_rank_come_back_exactly() -> None:
     where, method = GEOMETRIES["gqa"], lestd()
     group = group_of(method, where, "attention")
     weights = make_weights(where, group.roles, decay=0.0)  # 0 ** 0 is 1: rank 1 in D
-    solution = group.given(weights, Statistics()).solve({"size": 4000})
+    solution = group.with_data(weights, Statistics()).solve({"size": 4000})
     again = rebuild(solution, where, group)
     assert all(torch.allclose(again[key], weights[key], atol=1e-10) for key in again)
 
@@ -87,11 +87,11 @@ def test_zero_weights_and_the_smallest_size() -> None:
         group = group_of(method, where, "attention")
         weights = {key: torch.zeros_like(weight) for key, weight in make_weights(where, group.roles).items()}
         for size in (1, 5000):
-            solution = group.given(weights, Statistics()).solve({"size": size})
+            solution = group.with_data(weights, Statistics()).solve({"size": size})
             assert solution.report["error"] == 0.0
             assert all(not weight.any() for weight in rebuild(solution, where, group).values())
         weights = make_weights(where, group.roles)
-        solution = group.given(weights, Statistics()).solve({"size": 1})
+        solution = group.with_data(weights, Statistics()).solve({"size": 1})
         least = method.rank_variables(where)[0].cost(1)
         assert stored_numbers(solution, where.bits) == solution.report["numbers"] <= least
         assert rebuild(solution, where, group)
@@ -106,20 +106,20 @@ def test_no_rank_given_does_better_than_those_searched(geometry: str, keep: floa
     weights = make_weights(where, group.roles)
     D, d = where.hidden, where.layers[0].attention.head_dim
     size = int(keep * sum(weights[f"{role}.weight"].numel() for role in group.roles))
-    found = group_of(lestd(refine_sweeps=0), where, "attention").given(weights).solve({"size": size}).report
+    found = group_of(lestd(refine_sweeps=0), where, "attention").with_data(weights).solve({"size": size}).report
     errors = {}
     for rank in (D // 8, D // 4, 3 * D // 8, D // 2, 5 * D // 8, 3 * D // 4, 7 * D // 8, D):
         part_method = lestd(refine_sweeps=0, ranks=[rank, d, 4 if geometry == "mha" else 2])
         if size >= part_method.rank_variables(where)[0].cost(1):
-            solution = group_of(part_method, where, "attention").given(weights).solve({"size": size})
+            solution = group_of(part_method, where, "attention").with_data(weights).solve({"size": size})
             assert solution.report["tucker_ranks"][:2] == [rank, d]
             errors[rank] = solution.report["error"]
     assert len(errors) > 1
     assert found["error"] <= 1.001 * min(errors.values())
     assert max(errors.values()) > 1.1 * min(errors.values())
-    refined = group_of(lestd(refine_sweeps=5), where, "attention").given(weights).solve({"size": size}).report
+    refined = group_of(lestd(refine_sweeps=5), where, "attention").with_data(weights).solve({"size": size}).report
     assert refined["error"] <= found["error"]
-    dense_core = group_of(lestd(prune=False), where, "attention").given(weights).solve({"size": size}).report
+    dense_core = group_of(lestd(prune=False), where, "attention").with_data(weights).solve({"size": size}).report
     assert found["error"] <= dense_core["error"]
 
 
@@ -132,7 +132,7 @@ def test_ranks_given_with_a_dense_core_are_the_size() -> None:
     assert variable.cap == 20 * D + 10 * d + 3 * 4 + 20 * 10 * 3 * H
     assert set(method.target_ranks(where, 0.3, Scores()).values()) == {float(variable.cap)}
     group = group_of(method, where, "attention")
-    solution = group.given(make_weights(where, group.roles), Statistics()).solve({"size": variable.cap})
+    solution = group.with_data(make_weights(where, group.roles), Statistics()).solve({"size": variable.cap})
     assert solution.forms["q"].as_json() == {"form": "tucker", "ranks": [20, 10, 3], "sparse": False}
     assert solution.tensors["attention.tucker.core"].shape == (20, 10, 3, H)
     assert stored_numbers(solution, 16) == variable.cap
@@ -182,12 +182,12 @@ def test_weighting_lowers_the_output_error(geometry: str, prune: bool) -> None:
     assert set(group.moments) == moments.keys()
     weights = make_weights(where, group.roles)
     size = where.layers[0].numbers(group.roles) // 2
-    solution = group.given(weights, Statistics(moments)).solve({"size": size})
+    solution = group.with_data(weights, Statistics(moments)).solve({"size": size})
     again = rebuild(solution, where, group)
     numbers = stored_numbers(solution, where.bits)
     assert numbers <= solution.report["numbers"] + solution.report["numbers_o"] <= size
     even = {moment: torch.eye(total.shape[-1]).double().expand_as(total) for moment, total in moments.items()}
-    plain = rebuild(group.given(weights, Statistics(even)).solve({"size": size}), where, group)
+    plain = rebuild(group.with_data(weights, Statistics(even)).solve({"size": size}), where, group)
     weighted_errors = output_errors(where, weights, again, moments)
     plain_errors = output_errors(where, weights, plain, moments)
     assert weighted_errors[0] == pytest.approx(solution.report["error"], rel=1e-6)

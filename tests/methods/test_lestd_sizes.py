@@ -108,7 +108,9 @@ def test_one_threshold_for_all_layers_errs_less_at_equal_size(geometry: str, kee
         job = parse_manifest(document({"target": "both", "keep": keep, "threshold": threshold, "refine_sweeps": 0}))
         (method,) = methods = build_methods(job)
         measured = {
-            task.key: method.group(task, where.layers[task.layer]).given(weights_of[task.layer, task.name]).measure()
+            task.key: method.group(task, where.layers[task.layer])
+            .with_data(weights_of[task.layer, task.name])
+            .measure()
             for task in measure_tasks(methods, where)
         }
         assert bool(measured) == (threshold == "model")
@@ -116,7 +118,9 @@ def test_one_threshold_for_all_layers_errs_less_at_equal_size(geometry: str, kee
         errors[threshold] = numbers[threshold] = 0.0
         for task in claim_tasks(methods, where):
             weights = weights_of[task.layer, task.name]
-            solution = method.group(task, where.layers[task.layer]).given(weights, Statistics()).solve(ranks[task.key])
+            solution = (
+                method.group(task, where.layers[task.layer]).with_data(weights, Statistics()).solve(ranks[task.key])
+            )
             errors[threshold] += squared_error(weights, rebuild(solution, where, task)) if solution.forms else 0.0
             numbers[threshold] += sum(t.numel() for n, t in solution.tensors.items() if n.endswith(".bias"))
             numbers[threshold] += (

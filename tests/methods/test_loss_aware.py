@@ -67,7 +67,7 @@ def _points(entry: LossAware, where: Geometry, name: str) -> list[Point]:
     method = LossAwareMethod(entry)
     group = group_of(method, where, name)
     weights, statistics = make_weights(where, group.roles), make_statistics(where, group)
-    return from_columns(group.given(weights, statistics).curve())
+    return from_columns(group.with_data(weights, statistics).curve())
 
 
 def a_few(points: list[Point], count: int = 3) -> list[Point]:
@@ -90,7 +90,7 @@ def test_points_count_what_is_stored(geometry: str, name: str, entry: dict[str, 
     group, weights, statistics, points = curve_of(method, where, name)
     before = [tensor.clone() for tensor in (*weights.values(), *statistics.moments.values())]
     for point in a_few(points):
-        solution = group.given(weights, statistics).solve(point.ranks)
+        solution = group.with_data(weights, statistics).solve(point.ranks)
         assert counted(solution, where.bits) == point.numbers, point
         assert set(solution.forms) <= set(group.roles)
         assert all(torch.isfinite(tensor).all() for tensor in solution.tensors.values())
@@ -114,7 +114,7 @@ def test_the_last_point_is_the_dense_layer(geometry: str, name: str) -> None:
     where, method = GEOMETRIES[geometry], method_of()
     group, weights, statistics, points = curve_of(method, where, name)
     assert (points[-1].loss, points[-1].numbers) == (0.0, where.layers[0].numbers(group.roles))
-    solution = group.given(weights, statistics).solve(points[-1].ranks)
+    solution = group.with_data(weights, statistics).solve(points[-1].ranks)
     assert solution.forms == {}
     assert solution.report == {"dense": True}
     assert solution.tensors.keys() == weights.keys()
@@ -138,8 +138,8 @@ def test_query_key_loses_what_its_point_says(geometry: str, entry: dict[str, Any
     pull = Moment("pull:q+k", kind="gradient")
     statistics = replace(statistics, moments={**statistics.moments, pull: pullback(stacked, metric)[None]})
     input_DD = statistics.mean(Moment("attention.in"))[0]
-    for point in a_few(from_columns(group.given(weights, statistics).curve())):
-        again = rebuild(group.given(weights, statistics).solve(point.ranks), where, weights)
+    for point in a_few(from_columns(group.with_data(weights, statistics).curve())):
+        again = rebuild(group.with_data(weights, statistics).solve(point.ranks), where, weights)
         change = stacked - torch.cat([again["q"], again["k"]])
         assert loss_of(change, input_DD, metric) == pytest.approx(point.loss, rel=1e-5, abs=1e-9)
 
@@ -155,7 +155,7 @@ def test_values_lose_what_their_point_says(geometry: str, entry: dict[str, Any])
     metric_DD = statistics.mean(Moment("mid", kind="gradient"))[0]
     seen = 0
     for point in a_few(points, 12):
-        again = rebuild(group.given(weights, statistics).solve(point.ranks), where, weights)
+        again = rebuild(group.with_data(weights, statistics).solve(point.ranks), where, weights)
         value, effective = where.layers[0].attention.head_dim, again["o"]
         if point.ranks["value"] < value:
             # o · v is all that counts: what reaches the output of each context is o times the basis of its head.
@@ -183,13 +183,13 @@ def test_down_loses_what_its_point_says(geometry: str) -> None:
     group, weights, statistics, _ = curve_of(method, where, "mlp")
     hidden_NN, metric_DD = statistics.mean(Moment("down.in"))[0], statistics.mean(Moment("out", kind="gradient"))[0]
     readers = len(group.roles) - 1
-    everything = from_columns(group.given(weights, statistics).curve())
+    everything = from_columns(group.with_data(weights, statistics).curve())
     widths = sorted({point.ranks["width"] for point in everything})
     assert len(widths) > 1
     seen = 0
     for width, down in itertools.product(widths, range(3, where.hidden + 1, 3)):
         ranks = {"width": width, "gate_up": min(readers * width, where.hidden), "down": min(down, width)}
-        solution = group.given(weights, statistics).solve(ranks)
+        solution = group.with_data(weights, statistics).solve(ranks)
         again = rebuild(solution, where, weights)
         rows = [int((weights["up.weight"] == row).all(dim=1).nonzero()[0, 0]) for row in again["up"][:width]]
         change = weights["down.weight"].clone()
@@ -218,10 +218,10 @@ def test_down_is_fitted_again_to_what_gate_and_up_give() -> None:
     group = group_of(method, where, "mlp")
     weights, statistics = consistent(where, group)
     ranks = {"width": 60, "gate_up": 20, "down": where.hidden}
-    solution = group.given(weights, statistics).solve(ranks)
+    solution = group.with_data(weights, statistics).solve(ranks)
     assert solution.report["refit_tokens"] == TOKENS
     blind = {m: t[:, :8] if m.kind == "sample" else t for m, t in statistics.moments.items()}
-    without = group.given(weights, replace(statistics, moments=blind)).solve(ranks)
+    without = group.with_data(weights, replace(statistics, moments=blind)).solve(ranks)
     assert "refit_tokens" not in without.report
     errors = []
     for found in (solution, without):
@@ -264,19 +264,19 @@ def test_the_hint_of_a_curve_changes_no_bit_of_a_solution(weighting: str, monkey
     where, method = GEOMETRIES["biased"], method_of(weighting=weighting)
     group, layer = group_of(method, where, "mlp"), where.layers[0]
     weights, statistics = consistent(where, group)
-    curve = group.given(weights, statistics).curve()
+    curve = group.with_data(weights, statistics).curve()
     hinted = replace(statistics, hint=curve.hint)
     points = a_few(from_columns(curve))
-    expected = [group.given(weights, statistics).solve(point.ranks) for point in points]
+    expected = [group.with_data(weights, statistics).solve(point.ranks) for point in points]
     beside = {"width": layer.mlps[0].width - 1, "gate_up": 20, "down": 20}
     assert_same(
-        group.given(weights, hinted).solve(beside),
-        group.given(weights, statistics).solve(beside),
+        group.with_data(weights, hinted).solve(beside),
+        group.with_data(weights, statistics).solve(beside),
     )
     monkeypatch.setattr(mlp_solver, "eliminate", None)
     assert len({point.ranks["width"] for point in points}) > 1
     for point, plain in zip(points, expected, strict=True):
-        assert_same(group.given(weights, hinted).solve(point.ranks), plain)
+        assert_same(group.with_data(weights, hinted).solve(point.ranks), plain)
 
 
 def assert_same(found: Solution, expected: Solution) -> None:
@@ -292,9 +292,9 @@ def test_fewer_channels_are_fitted_on_fewer_tokens(monkeypatch: pytest.MonkeyPat
     weights, statistics = consistent(where, group)
     monkeypatch.setattr(mlp_solver, "sampled", lambda width: 4 * width if width < 80 else 65_536)
     ranks = {"width": 60, "gate_up": 20, "down": where.hidden}
-    solution = group.given(weights, statistics).solve(ranks)
+    solution = group.with_data(weights, statistics).solve(ranks)
     assert solution.report["refit_tokens"] == 240 < TOKENS
-    whole = group.given(weights, statistics).solve({**ranks, "width": 80})
+    whole = group.with_data(weights, statistics).solve({**ranks, "width": 80})
     assert whole.report["refit_tokens"] == TOKENS
 
 
@@ -305,11 +305,11 @@ def test_the_curve_of_an_mlp_sees_what_its_activation_bends() -> None:
     weights, statistics = consistent(where, group)
     metric_DD = statistics.mean(Moment("out", kind="gradient"))[0]
     sample_TD = next(t for m, t in statistics.moments.items() if m.kind == "sample")[0]
-    points = from_columns(group.given(weights, statistics).curve())
+    points = from_columns(group.with_data(weights, statistics).curve())
     checked = [p for p in points if p.ranks["width"] == 80 and p.ranks["gate_up"] < 40]
     assert checked
     for point in a_few(checked):
-        again = rebuild(group.given(weights, statistics).solve(point.ranks), where, weights)
+        again = rebuild(group.with_data(weights, statistics).solve(point.ranks), where, weights)
         left = mlp(weights, sample_TD) - mlp({**weights, **{f"{r}.weight": w for r, w in again.items()}}, sample_TD)
         seen = 0.5 * float((left.T @ left / TOKENS * metric_DD).sum())
         assert 0.6 < point.loss / seen < 1.6, point
@@ -345,9 +345,9 @@ def test_moments_of_zero(name: str, kind: str) -> None:
     weights, some = make_weights(where, group.roles), make_statistics(where, group)
     moments = {m: torch.zeros_like(t) if kind in (m.kind, "both") else t for m, t in some.moments.items()}
     statistics = replace(some, moments=moments)
-    points = from_columns(group.given(weights, statistics).curve())
+    points = from_columns(group.with_data(weights, statistics).curve())
     assert all(point.loss == 0.0 for point in points)
-    solution = group.given(weights, statistics).solve(points[0].ranks)
+    solution = group.with_data(weights, statistics).solve(points[0].ranks)
     assert all(torch.isfinite(tensor).all() for tensor in solution.tensors.values())
 
 
@@ -364,8 +364,8 @@ def test_fewer_tokens_than_features(name: str) -> None:
         values = torch.randn(5, tensor.shape[-1], dtype=torch.float64, generator=torch.Generator().manual_seed(3))
         thin[moment] = values.square().sum(dim=0)[None] if moment.diagonal else (values.T @ values)[None]
     statistics = replace(some, moments=thin)
-    for point in a_few(from_columns(group.given(weights, statistics).curve())):
-        solution = group.given(weights, statistics).solve(point.ranks)
+    for point in a_few(from_columns(group.with_data(weights, statistics).curve())):
+        solution = group.with_data(weights, statistics).solve(point.ranks)
         assert all(torch.isfinite(tensor).all() for tensor in solution.tensors.values())
         assert (
             max(float(tensor.abs().max()) for tensor in solution.tensors.values() if tensor.is_floating_point()) < 1e6
@@ -380,7 +380,7 @@ def test_nan_is_refused(name: str) -> None:
     for bad in group.moments:
         moments = {**some.moments, bad: torch.full_like(some.moments[bad], float("nan"))}
         with pytest.raises(ValueError, match="NaN"):
-            group.given(weights, replace(some, moments=moments)).curve()
+            group.with_data(weights, replace(some, moments=moments)).curve()
 
 
 # -- in a job ----------------------------------------------------------------------------------------------------------
@@ -405,7 +405,7 @@ def curves_of(manifest: Manifest, where: Geometry) -> dict[str, Any]:
         assert isinstance(method, LossAwareMethod)
         weights = make_weights(where, task.roles, seed=task.layer)
         statistics = make_statistics(where, task, seed=task.layer)
-        found[task.key] = method.group(task, where.layers[task.layer]).given(weights, statistics).curve()
+        found[task.key] = method.group(task, where.layers[task.layer]).with_data(weights, statistics).curve()
     return found
 
 

@@ -83,7 +83,7 @@ def corrected(
         whole_PF = torch.cat((own_FF, zeros_DF)) * statistics.tokens
         known = replace(statistics, moments={**statistics.moments, moment: whole_PF[None]})
         before = {name: tensor for name, tensor in tensors.items() if name in weights}
-        part = group.given(weights, known).correct(ranks, before)
+        part = group.with_data(weights, known).correct(ranks, before)
         changed = {*part.forms, *(name.partition(".")[0] for name in part.tensors)}
         tensors = {name: tensor for name, tensor in tensors.items() if name.partition(".")[0] not in changed}
         tensors, forms = tensors | part.tensors, forms | part.forms
@@ -102,10 +102,10 @@ def read_at(
         return factor @ factor.T
     if point == "down.in":
         assert isinstance(group, MLP)
-        solver = Solver(group.given(weights, statistics), 1)
+        solver = Solver(group.with_data(weights, statistics), 1)
         return solver.moment(solver.kept(ranks["width"]))
     assert isinstance(group, Values)
-    return group.given(weights, statistics).reduced(ranks["value"]).moment
+    return group.with_data(weights, statistics).reduced(ranks["value"]).moment
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -118,9 +118,9 @@ def test_behind_dense_layers_it_is_the_plain_solution(geometry: str, name: str, 
     weights, statistics = make_weights(where, group.roles), make_statistics(where, group)
     short = {m: values[:, :1] if m.kind == "sample" else values for m, values in statistics.moments.items()}
     statistics = replace(statistics, moments=short)
-    points = from_columns(group.given(weights, statistics).curve())
+    points = from_columns(group.with_data(weights, statistics).curve())
     for point in points[:: max(1, len(points) // 5)] + points[-1:]:
-        plain = group.given(weights, statistics).solve(point.ranks)
+        plain = group.with_data(weights, statistics).solve(point.ranks)
         found = corrected(where, group, weights, statistics, point.ranks, **entry)
         assert found.forms == plain.forms, point
         assert found.tensors.keys() == plain.tensors.keys(), point

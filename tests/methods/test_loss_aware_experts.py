@@ -37,7 +37,7 @@ def make_group(
 ) -> mlp.MLP:
     layer = LayerGeometry("mixture", 0, "layers.0.", HIDDEN, (block,), (), (), 32)
     group = mlp.mlp_group(LossAware(method="loss_aware", widths=4, factors="plain"), layer, block, corrects=False)
-    return group.given(weights or {}, statistics)
+    return group.with_data(weights or {}, statistics)
 
 
 class Layer:

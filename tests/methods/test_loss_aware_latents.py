@@ -56,10 +56,10 @@ class Problem:
         return {key: self.weights[key] for key in self.layer.tensors(group.roles)}
 
     def curve(self, group: Group[Any]) -> Any:
-        return group.given(self.of(group), self.statistics()).curve()
+        return group.with_data(self.of(group), self.statistics()).curve()
 
     def solve(self, group: Group[Any], ranks: dict[str, int]) -> Solution:
-        return group.given(self.of(group), self.statistics()).solve(ranks)
+        return group.with_data(self.of(group), self.statistics()).solve(ranks)
 
     def stored(self, solution: Solution) -> dict[str, tuple[int, ...]]:
         """Names inside of the layer and shapes of the tensors that the served layer has for these forms."""

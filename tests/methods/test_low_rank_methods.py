@@ -54,7 +54,7 @@ def solve(
         0.1, 3, D, dtype=torch.float64
     )
     moments: dict[Moment, Tensor] = {moment: (inputs_TD.T @ inputs_TD)[None] for moment in group.moments}
-    solution = group.given(weights, Statistics(moments)).solve({name: rank})
+    solution = group.with_data(weights, Statistics(moments)).solve({name: rank})
     assert all(torch.equal(weights[key], before[key]) for key in weights)
     return weights, solution
 

@@ -26,7 +26,7 @@ def test_the_largest_channels_stay_in_their_order(geometry: object) -> None:
     large = [3, 7, 40]
     for reader in block.readers:
         weights[reader.weight_key][large] *= 100.0
-    solution = group.given(weights, Statistics({}, 0)).solve({WIDTH: len(large)})
+    solution = group.with_data(weights, Statistics({}, 0)).solve({WIDTH: len(large)})
     for reader in block.readers:
         assert torch.equal(solution.tensors[reader.weight_key], weights[reader.weight_key][large])
         if reader.bias:

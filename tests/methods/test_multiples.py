@@ -179,7 +179,7 @@ def test_every_point_of_loss_aware_is_at_multiples(part: str) -> None:
     (method,) = build_methods(manifest({"method": "loss_aware"}, keep=0.8, multiple=4))
     group = next(group for group in method.claims(where) if group.name == part)
     statistics, weights = make_statistics(where, group), make_weights(where, group.roles)
-    points = from_columns(group.given(weights, statistics).curve())
+    points = from_columns(group.with_data(weights, statistics).curve())
     whole = {where.hidden, where.layers[0].attention.head_dim, where.layers[0].mlps[0].width}
     found = {rank for point in points for rank in point.ranks.values()}
     assert all(rank % 4 == 0 or rank in whole for rank in found)

@@ -30,7 +30,7 @@ METHODS = {
 def sizes_of(method: Any, group: Group[Any], weights: dict[str, torch.Tensor], statistics: Statistics) -> list[Ranks]:
     """From large to small, and one of them twice."""
     if method.name == "loss_aware":
-        points = from_columns(group.given(weights, statistics).curve())
+        points = from_columns(group.with_data(weights, statistics).curve())
         ranks: list[Ranks] = [point.ranks for point in reversed(points)]
         return [*ranks[:: max(1, len(ranks) // 6)], ranks[1]]
     return [dict.fromkeys(group.roles, rank) for rank in (9, 5, 3, 5)]
@@ -43,7 +43,7 @@ def test_each_has_the_bytes_that_it_has_alone(name: str) -> None:
     for group in (group for group in method.claims(WHERE) if group.layer == 0):
         weights, statistics = make_weights(WHERE, group.roles), make_statistics(WHERE, group)
         sizes = sizes_of(method, group, weights, statistics)
-        problem = GroupProblem(group.given(weights, statistics))
+        problem = GroupProblem(group.with_data(weights, statistics))
         alone = [solve_group(problem, ranks) for ranks in sizes]
         shared = solve_sizes(problem, sizes)
         for expected, found in zip(alone, shared, strict=True):
@@ -63,7 +63,7 @@ def test_a_group_whose_inputs_no_token_reached_stays_dense() -> None:
     weights, statistics = make_weights(WHERE, group.roles), make_statistics(WHERE, group)
     (ranks, *_) = sizes_of(method, group, weights, statistics)[2:]
     unseen = replace(statistics, passed={Moment("down.in"): 0})
-    problem = GroupProblem(group.given(weights, unseen))
+    problem = GroupProblem(group.with_data(weights, unseen))
     alone = solve_group(problem, ranks)
     (shared,) = solve_sizes(problem, [ranks])
     for factors, solution, _ in (alone, shared):

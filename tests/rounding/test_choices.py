@@ -113,7 +113,7 @@ def test_a_point_costs_what_its_ranks_and_its_codes_lose(role: str, solve_it: Ca
     sizes = {rank: rank * (ROWS + COLUMNS) if rank < COLUMNS else ROWS * COLUMNS for rank in RANKS}
     points = [Point({"rank": rank}, numbers, 1e-3 * (COLUMNS - rank)) for rank, numbers in sizes.items()]
     group = Given(MethodEntry(), LAYER, "matrix", (role,), solve_it=solve_it)
-    group = group.given({f"{role}.weight": WEIGHT}, statistics(role))
+    group = group.with_data({f"{role}.weight": WEIGHT}, statistics(role))
     found = from_columns(with_bits(to_columns(points), group, QUANTIZE))
     assert {point.ranks[BITS] for point in found} == set(QUANTIZE.choices)
     assert {point.ranks["rank"] for point in found} >= {RANKS[0], COLUMNS}
@@ -144,7 +144,7 @@ def test_what_cut_layers_read_is_said_per_token(method: LossAwareMethod | FlatLL
         for moment in needed:
             values = _random(TOKENS, features(where, moment), seed=5)
             found = Statistics({moment: (values.T @ values)[None], **found.moments}, found.tokens)
-        solution = group.given(weights, found).solve({**ranks, "query_key": 8})
+        solution = group.with_data(weights, found).solve({**ranks, "query_key": 8})
         for role, read in solution.inputs.items():
             dense = found.mean(input_moments((role,), LAYER.reads)[0])[0]
             assert 0.1 < read().trace() / dense.trace() < 10.0  # half of it, in another basis; not TOKENS times that
@@ -165,9 +165,9 @@ def test_points_never_store_more_than_they_say(name: str, width: int) -> None:
     group = next(group for group in method.claims(where) if group.name == name.replace("flat", "mlp"))
     asked = with_rounding(group, where.layers[0])
     found, weights = make_statistics(where, asked), make_weights(where, group.roles)
-    ranked = group.given(weights, found).curve()
+    ranked = group.with_data(weights, found).curve()
     dtype = {key: tensor.to(torch.bfloat16) for key, tensor in weights.items()}
-    group = group.given(dtype, found)
+    group = group.with_data(dtype, found)
     points = from_columns(with_bits(ranked, group, QUANTIZE))
     assert {point.ranks[BITS] for point in points} == set(QUANTIZE.choices)
     for point in points:
@@ -202,7 +202,7 @@ def test_errors_of_a_first_factor_count_together() -> None:
     found = Statistics({input_moments(roles, LAYER.reads)[0]: moment[None] * TOKENS, **gradients}, TOKENS)
     before = multiplied(solution, {})
     rounded = round_solution(solution, QUANTIZE, 3, found.moments, dense, LAYER.reads)
-    group = Whole(MethodEntry(), LAYER, "query_key", roles).given(dense, found)
+    group = Whole(MethodEntry(), LAYER, "query_key", roles).with_data(dense, found)
     predictor = _Predictor(group, QUANTIZE, 3, Feedbacks(QUANTIZE))
     firsts = predictor._first_errors(solution, rounded, predictor._output_gradients(solution, before))
     change = second @ first @ firsts["k"].turn
@@ -222,10 +222,10 @@ def test_channels_behind_a_refitted_down_are_felt_by_its_columns() -> None:
     group = next(group for group in method.claims(where) if group.name == "mlp")
     asked = with_rounding(group, where.layers[0])
     found, weights = make_statistics(where, asked), make_weights(where, group.roles)
-    solution = group.given(weights, found).solve({"width": 32, "gate_up": 64, "down": 64, "value": 1, "output": 1})
+    solution = group.with_data(weights, found).solve({"width": 32, "gate_up": 64, "down": 64, "value": 1, "output": 1})
     kept = solution.outputs["up"]
     assert len(kept) == 32
-    predictor = _Predictor(group.given(weights, found), QUANTIZE, 4, Feedbacks(QUANTIZE))
+    predictor = _Predictor(group.with_data(weights, found), QUANTIZE, 4, Feedbacks(QUANTIZE))
     felt = predictor._output_gradients(solution, multiplied(solution, {}))["up"]
     metric = found.mean(Moment("out", kind="gradient"))[0]
     column = int(kept[3])

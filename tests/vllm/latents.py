@@ -43,7 +43,7 @@ def write(folder: Path, cache_keep: float, tied: bool = False, rotated: int = RO
     for group, layer, inputs_TD in zip(method.claims(geometry), geometry.layers, inputs_of(model), strict=True):
         weights = {key: tensors.pop(name) for key, (name, _) in layer.tensors(group.roles).items()}
         moments = {each: moment(each, inputs_TD, layer.attention) for each in group.moments}
-        solution = group.given(weights, Statistics(moments, len(inputs_TD))).solve(ranks)
+        solution = group.with_data(weights, Statistics(moments, len(inputs_TD))).solve(ranks)
         tensors |= {layer.tensor_name(key, group.roles): each.float() for key, each in solution.tensors.items()}
         forms.append({role: form.as_json() for role, form in solution.forms.items()})
     if tied:

@@ -34,7 +34,7 @@ class _Making:
 
     def do(self, unit: CurveUnit) -> object:
         weights = make_weights(self.where, self.task.roles)
-        problem = GroupProblem(self.group.given(weights), self.quantize)
+        problem = GroupProblem(self.group.with_data(weights), self.quantize)
         made = curve_result(unit, problem, lambda _: self._statistics())
         return made if isinstance(made, Curve) else json.loads(json.dumps(made))
 

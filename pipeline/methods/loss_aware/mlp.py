@@ -186,7 +186,7 @@ class MLP(Sizes):
             return solver.written(completed.weight, completed.moment, ranks)
         moved = carry(self.statistics, read_pair, self.weights, block.readers)
         statistics = self.statistics.with_mean(input_moment(block.readers[0]), moved.moment[None])
-        solver = Solver(self.given(moved.weights, statistics), ranks[WIDTH])
+        solver = Solver(self.with_data(moved.weights, statistics), ranks[WIDTH])
         kept = solver.kept(ranks[WIDTH])
         read = solver.read(kept, ranks)
         refit_Dk, report = solver.refit(kept)
