@@ -242,13 +242,18 @@ def test_a_header_longer_than_the_first_request(job: MakeJob, files: dict[str, b
         assert parts[1] == (8, 8 + len(padded) - 1)
 
 
-@pytest.mark.ray
 @pytest.mark.usefixtures("inline")  # the local job
-def test_a_job_fetches_what_it_needs_and_takes_it_along(hub: HubServer, job: MakeJob, llama: Path) -> None:
+@pytest.mark.parametrize(
+    "options", [("--in-process",), pytest.param((), marks=[pytest.mark.ray, pytest.mark.nightly])], ids=["alone", "ray"]
+)
+def test_a_job_fetches_what_it_needs_and_takes_it_along(
+    options: tuple[str, ...], hub: HubServer, job: MakeJob, llama: Path
+) -> None:
+    """Workers of other processes fetch by `test_each_node_fetches_what_it_reads_once`, and here at night."""
     made, here = on_hub(job), job(llama)
     where = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_CACHE": str(cache_of(made)), "HF_HUB_OFFLINE": "0", "no_proxy": "*"}
     ended = subprocess.run(
-        [sys.executable, "-m", "pipeline.run", str(made.manifest)],
+        [sys.executable, "-m", "pipeline.run", str(made.manifest), *options],
         env={**os.environ, **where}, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert ended.returncode == DONE, ended.stderr
