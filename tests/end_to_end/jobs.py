@@ -180,6 +180,11 @@ def command(name: str, *arguments: str) -> Ended:
     return Ended(code, out.getvalue(), err.getvalue())
 
 
+def edit_json(path: Path, **fields: Any) -> None:
+    """Set fields of a JSON file."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
 def file_digests(directory: Path) -> dict[str, str]:
     """Return path below a folder -> sha256, for each file in it."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())

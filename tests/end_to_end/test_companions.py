@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from tests.end_to_end.jobs import Job, command
+from tests.end_to_end.jobs import Job, command, edit_json
 from tests.end_to_end.sources import make_source
 from tests.factories import make_tokenizer
 
@@ -203,14 +203,10 @@ def model_with_code(tmp_path: Path, llama: Path, mark: Path, modules_cache: Path
     """A model whose config names code for itself, and whose tokenizer may be had with code or without."""
     model_with_code = Path(shutil.copytree(llama, tmp_path / "model"))
     (model_with_code / "tokenization_marked.py").write_text(CODE.format(mark=str(mark)))
-    edit_config(model_with_code / "config.json", auto_map={"AutoConfig": "tokenization_marked.Config"})
+    edit_json(model_with_code / "config.json", auto_map={"AutoConfig": "tokenization_marked.Config"})
     auto_map = {"AutoTokenizer": [None, "tokenization_marked.MarkedTokenizer"]}
-    edit_config(model_with_code / "tokenizer_config.json", auto_map=auto_map)
+    edit_json(model_with_code / "tokenizer_config.json", auto_map=auto_map)
     return model_with_code
-
-
-def edit_config(path: Path, **fields: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
 def play(job: Job, text: Path) -> int:
@@ -237,7 +233,7 @@ def test_code_is_not_run(job: MakeJob, model_with_code: Path, mark: Path, text: 
 
 @pytest.mark.usefixtures("inline")
 def test_a_tokenizer_that_is_code_is_refused(job: MakeJob, model_with_code: Path, mark: Path, text: Path) -> None:
-    edit_config(model_with_code / "tokenizer_config.json", tokenizer_class="MarkedTokenizer")
+    edit_json(model_with_code / "tokenizer_config.json", tokenizer_class="MarkedTokenizer")
     (model_with_code / "tokenizer.json").unlink()
     made = job(model_with_code)
     assert play(made, text) == 2
@@ -262,7 +258,7 @@ def test_trusted_code_is_run_and_travels(job: MakeJob, model_with_code: Path, ma
 
 @pytest.mark.usefixtures("inline")
 def test_evaluate_runs_code_where_it_is_told_to(model_with_code: Path, mark: Path, text: Path) -> None:
-    edit_config(model_with_code / "tokenizer_config.json", tokenizer_class="MarkedTokenizer")
+    edit_json(model_with_code / "tokenizer_config.json", tokenizer_class="MarkedTokenizer")
     code = CODE.format(mark=str(mark)) + TOKENIZER_OF_ITS_OWN
     (model_with_code / "tokenization_marked.py").write_text(code)
     (model_with_code / "tokenizer.json").rename(model_with_code / "pieces.txt")

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-import manifests.heal
 import pipeline.sweeping.point_healing
 from pipeline.console.eta import Eta
 from pipeline.console.progress import JobObserver
@@ -41,9 +40,7 @@ class Sweep:
 
 
 @pytest.fixture
-def sweep(job: MakeJob, scored: Path, inline: None, monkeypatch: pytest.MonkeyPatch) -> Sweep:
-    monkeypatch.setattr(manifests.heal, "STEPS", 1)
-    monkeypatch.setattr(manifests.heal, "STEP_TOKENS", 96)
+def sweep(job: MakeJob, scored: Path, small_steps: None) -> Sweep:
     return Sweep(job(), scored)
 
 

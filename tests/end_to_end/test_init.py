@@ -16,7 +16,7 @@ from pipeline.cost_model.serving_memory import serving_memory
 from pipeline.families.registry import geometry_of, standard_config
 from tests import factories
 from tests.encoders import encode_model
-from tests.end_to_end.jobs import Ended, command, without_ray
+from tests.end_to_end.jobs import Ended, command, edit_json, without_ray
 
 Init = Callable[..., Ended]
 
@@ -164,8 +164,7 @@ def test_an_existing_file_is_overwritten_by_force_alone(init: Init, llama: Path,
 
 def test_wrong_inputs(init: Init, llama: Path, text: Path, tmp_path: Path) -> None:
     other = shutil.copytree(llama, tmp_path / "bert")
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
+    edit_json(other / "config.json", model_type="bert")
     short = factories.write_text(tmp_path / "short.txt", 500)
     (tmp_path / "folder").mkdir()
     for arguments, message in (

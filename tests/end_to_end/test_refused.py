@@ -21,17 +21,13 @@ from manifests.errors import InputError, Interrupted, WorkerError
 from pipeline.checkpoint.compression_record import encode_json, sealed
 from stores.disk import Disk
 from stores.source import INDEX_FILE
-from tests.end_to_end.jobs import Job, command, file_digests
+from tests.end_to_end.jobs import Job, command, edit_json, file_digests
 from tools.soak.stored_cases import sign
 
 pytestmark = pytest.mark.usefixtures("inline")
 
 LAYERS = 3  # of the fixture `llama`
 MakeJob = Callable[..., Job]
-
-
-def edit(path: Path, **fields: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
 def refused(job: Job, *words: str) -> None:
@@ -54,7 +50,7 @@ LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": "x", "l
     ],
 )
 def test_config(fields: dict[str, Any], words: list[str], model: Path, job: MakeJob) -> None:
-    edit(model / "config.json", **fields)
+    edit_json(model / "config.json", **fields)
     refused(job(model), *words)
 
 
@@ -76,7 +72,7 @@ def test_a_config_without_end(model: Path, job: MakeJob) -> None:
 
 
 def test_a_tokenizer_that_fails_on_text(model: Path, job: MakeJob) -> None:
-    edit(model / "tokenizer_config.json", model_max_length="x")
+    edit_json(model / "tokenizer_config.json", model_max_length="x")
     refused(job(model), "tokenizer: fails on the text")
 
 
@@ -121,7 +117,7 @@ def test_compression_json_that_lies(output_copy: Path) -> None:
     path.write_bytes(encode_json(sealed(json.loads(path.read_text()) | lies)))
     ended = command("verify", str(output_copy))
     assert (ended.code, "tensors.a.dtype: Field required" in ended.out) == (1, True), ended.out
-    edit(path, version=2)
+    edit_json(path, version=2)
     ended = command("verify", str(output_copy))
     assert (ended.code, "differs from its own sha256" in ended.out) == (1, True), ended.out
 
@@ -137,7 +133,7 @@ def test_compression_json_that_lies(output_copy: Path) -> None:
     ],
 )
 def test_config_of_a_checkpoint(fields: dict[str, Any], words: list[str], output_copy: Path, text: Path) -> None:
-    edit(output_copy / "config.json", **fields)
+    edit_json(output_copy / "config.json", **fields)
     ended = command("evaluate", str(output_copy), "--text", str(text), "--window", "16")
     assert ended.code == 2, ended.err
     assert [word for word in words if word not in ended.err] == [], ended.err

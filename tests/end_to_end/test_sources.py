@@ -19,6 +19,7 @@ from tests.end_to_end.children import Child, Hook, wait_for
 from tests.end_to_end.jobs import (
     Job,
     command,
+    edit_json,
     file_digests,
     load,
     logits_of,
@@ -37,8 +38,7 @@ MakeJob = Callable[..., Job]
 def with_config(llama: Path, directory: Path, **fields: Any) -> Path:
     """A copy of the model with other fields in its config."""
     shutil.copytree(llama, directory)
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, **fields}))
+    edit_json(directory / "config.json", **fields)
     return directory
 
 

@@ -19,7 +19,7 @@ from pipeline.inputs.sources import open_dense
 from stores.source import open_source
 from tests import factories
 from tests.encoders import INT4, INT8, encode_model
-from tests.end_to_end.jobs import Job, command, load, logits_of, read_tensors, some_tokens
+from tests.end_to_end.jobs import Job, command, edit_json, load, logits_of, read_tensors, some_tokens
 from tests.end_to_end.sources import make_source
 from tests.end_to_end.test_evaluate import WINDOW, perplexity
 from tests.end_to_end.test_stored_formats import check_pair
@@ -220,8 +220,7 @@ NAMES = {"llama": ("model.embed_tokens", "lm_head"), "opt": ("model.decoder.embe
 def tied_source(directory: Path, family: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
     """A model whose config ties head and embedding, and whose shards hold `change(embedding)` as head."""
     source = make_source(directory, family)
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    edit_json(source / "config.json", tie_word_embeddings=True)
     embed, head = (f"{name}.weight" for name in NAMES[family])
     tensors = read_tensors(source)
     for path in source.glob("model*.safetensors*"):

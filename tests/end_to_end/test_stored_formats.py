@@ -20,7 +20,7 @@ from pipeline.verification.output_checks import check_counts
 from stores.headers import DTYPE_NAMES
 from tests import factories
 from tests.encoders import ENCODERS, encode_model
-from tests.end_to_end.jobs import Job, command, load, logits_of, read_tensors, relative_error, some_tokens
+from tests.end_to_end.jobs import Job, command, edit_json, load, logits_of, read_tensors, relative_error, some_tokens
 
 pytestmark = pytest.mark.usefixtures("inline")
 MakeJob = Callable[..., Job]
@@ -395,8 +395,7 @@ def gpt_oss_in_mxfp4(directory: Path) -> Path:
         tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
         tensors[f"{name}_scales"] = torch.randint(120, 125, shape, dtype=torch.uint8, generator=generator)
     save_file(tensors, file, metadata={"format": "pt"})
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    edit_json(source / "config.json", quantization_config={"quant_method": "mxfp4"})
     return source
 
 

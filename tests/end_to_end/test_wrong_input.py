@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.end_to_end.jobs import FLAT_LLM, Ended, Job, command, file_digests
+from tests.end_to_end.jobs import FLAT_LLM, Ended, Job, command, edit_json, file_digests
 from tests.end_to_end.sources import make_source
 
 LAYERS = 3  # of the fixture `llama`
@@ -113,8 +113,7 @@ def edit_index(model: Path, change: Callable[[dict[str, str]], object]) -> None:
 
 
 def edit_config(model: Path, **fields: Any) -> None:
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, **fields}))
+    edit_json(model / "config.json", **fields)
 
 
 def some_shard(model: Path) -> Path:

@@ -17,10 +17,8 @@ from manifests.errors import InputError
 from pipeline.evaluation import task_scores as tasks
 from pipeline.evaluation.task_scores import read_scores, task_lines, tasks_digest
 from pipeline.inputs.task_names import check_reader_of_rounded, check_tasks
+from tests.evaluation.tasks import needs_lm_eval
 
-needs_lm_eval = pytest.mark.skipif(
-    importlib.util.find_spec("lm_eval") is None, reason="lm-eval, the extra `tasks`, is not installed"
-)
 YAML = """\
 task: which_word
 dataset_path: json
