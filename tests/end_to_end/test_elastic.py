@@ -27,7 +27,7 @@ from pipeline.units.units import Forward, Unit
 from stores.run_directory import RunDirectory
 from tests import factories
 from tests.end_to_end.children import Child
-from tests.end_to_end.clusters import OBJECTS, head_node, loopback, private_node
+from tests.end_to_end.clusters import ENVIRONMENT, OBJECTS, head_node, loopback, private_node
 from tests.end_to_end.jobs import Job, command, file_digests
 from workers import cluster as cluster_module
 from workers.cluster import why_unplaceable
@@ -129,6 +129,7 @@ class Node(cluster_module._BareNode):
 
 def direct(scenes: dict[Any, Callable[[Directed], None]] = SCENES) -> None:
     """In the child: a cluster whose head does no work, with one node beside it."""
+    os.environ.update(ENVIRONMENT)
     cluster_module._listen_on_loopback()
     ray_node.Node = Node  # type: ignore[misc]
     Directed.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": OBJECTS})
