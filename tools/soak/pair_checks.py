@@ -23,8 +23,8 @@ from manifests.calibration import Text
 from manifests.schema import Perplexity
 from pipeline.inputs.calibration import window_tokens
 from stores.headers import DTYPES, TensorRecord, read_header
+from tests.end_to_end.exports import as_llama
 from tests.end_to_end.jobs import command, load, logits_of, relative_error
-from tests.end_to_end.test_export_gguf import as_llama
 from tools.soak.pair_manifests import TEXT, at_full_rank
 from tools.soak.pair_models import ModelSpec
 
