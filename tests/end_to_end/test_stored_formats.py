@@ -426,4 +426,7 @@ def test_experts_of_gpt_oss_are_read_from_mxfp4(tmp_path: Path, job: MakeJob) ->
     ended = command("export", str(run.output), "--to", "dense", str(tmp_path / "dense"))
     assert ended.code == 0, ended.err
     ids = some_tokens(300)
-    assert relative_error(logits_of(load(tmp_path / "dense"), ids), logits_of(load(run.output), ids)) < 0.1
+    exported, output = (
+        logits_of(load(folder, dtype=torch.float32), ids) for folder in (tmp_path / "dense", run.output)
+    )
+    assert relative_error(exported, output) < 0.01  # in bfloat16 a router may choose another expert
