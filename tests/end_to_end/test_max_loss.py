@@ -182,8 +182,9 @@ def test_other_sizes_are_predicted_with_the_same_corrections(job: MakeJob) -> No
 
 @pytest.mark.usefixtures("inline")
 @pytest.mark.nightly
-def test_killed_between_measurements_it_ends_the_same(job: MakeJob) -> None:
-    made, clean = job(**MEASURED), job(**MEASURED)
+@pytest.mark.parametrize("changes", [{}, {"quantize": {"bits": 3, "group": None}}], ids=["ranks", "ranks-and-codes"])
+def test_killed_between_measurements_it_ends_the_same(changes: dict[str, Any], job: MakeJob) -> None:
+    made, clean = job(**MEASURED, **changes), job(**MEASURED, **changes)
     expected = clean.run().json
     for kill, match in enumerate(("layer/00001", "block/00000", "block/00002", "ratios", "ranks", "layer/00001")):
         child = Child("run", [str(made.manifest)], made.root / "log", Hook("commit", match=match, after=kill % 2 == 0))
