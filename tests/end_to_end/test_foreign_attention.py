@@ -16,7 +16,18 @@ from pipeline.families.registry import geometry_of, standard_config
 from pipeline.families.source_config import source_config
 from pipeline.inputs.sources import open_dense
 from tests import factories
-from tests.end_to_end.jobs import FLAT_LLM, Job, command, load, logits_of, read_tensors, relative_error, some_tokens
+from tests.end_to_end.exports import export
+from tests.end_to_end.jobs import (
+    FLAT_LLM,
+    Job,
+    command,
+    load,
+    logits_of,
+    read_tensors,
+    relative_error,
+    some_tokens,
+    source_error,
+)
 
 pytestmark = pytest.mark.usefixtures("inline")
 
@@ -122,17 +133,22 @@ def test_layers_that_predict_further_tokens_are_left_out(job: MakeJob, tmp_path:
     load(run.output, trust_remote_code=True)
 
 
+def checked_export(run: Job, source: Path) -> Path:
+    """Run a job that loses nothing: its output and its export to the family's class have the source's logits. Return
+    the export."""
+    assert run.run().code == 0
+    assert source_error(run.output, source) < 1e-5
+    ended, exported = export(run, "dense")
+    assert ended.code == 0, ended.err
+    assert source_error(exported, source) < 1e-4
+    return exported
+
+
 @pytest.mark.parametrize("family", factories.FOREIGN)
 def test_a_mixture_that_loses_nothing(family: str, job: MakeJob, tmp_path: Path) -> None:
     source = factories.make_model(tmp_path / "source", family)
     run = job(source, methods=[{**FLAT_LLM, "keep": 1.0}], budget=None)
-    assert run.run().code == 0
-    ids = some_tokens(320)
-    expected = logits_of(load(source), ids)
-    assert relative_error(logits_of(load(run.output), ids), expected) < 1e-5
-    ended = command("export", str(run.output), "--to", "dense", str(tmp_path / "dense"))
-    assert ended.code == 0, ended.err
-    assert relative_error(logits_of(load(tmp_path / "dense"), ids), expected) < 1e-4
+    checked_export(run, source)
 
 
 def test_at_full_rank_the_logits_are_the_source_s(job: MakeJob, sources: dict[str, Path], tmp_path: Path) -> None:
@@ -246,14 +262,8 @@ def test_what_loses_nothing_is_the_source(entry: dict[str, Any], family: str, jo
     source = factories.make_model(tmp_path / "source", family)
     samples = 64 if family == "nemotron_h" else 12  # channels that no sample activates cost nothing
     run = job(source, methods=[{**entry, "keep": 1.0}], budget=None, **DENSE, **{"calibration.samples": samples})
-    assert run.run().code == 0
-    ids = some_tokens(320)
-    expected = logits_of(load(source), ids)
-    assert relative_error(logits_of(load(run.output), ids), expected) < 1e-5
-    ended = command("export", str(run.output), "--to", "dense", str(tmp_path / "dense"))
-    assert ended.code == 0, ended.err
-    assert relative_error(logits_of(load(tmp_path / "dense"), ids), expected) < 1e-4
-    opened, again = (open_dense(str(folder))[0].tensors for folder in (source, tmp_path / "dense"))
+    exported = checked_export(run, source)
+    opened, again = (open_dense(str(folder))[0].tensors for folder in (source, exported))
     assert opened.keys() == again.keys(), "the export's experts may be fused"
 
 
