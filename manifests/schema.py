@@ -72,7 +72,7 @@ class Budget(Block):
     `measure_layers`: after a first solve, the loss of some layers at a time is measured on calibration text beyond the
     samples, and ranks are chosen again by predictions that these measurements correct,
     [methods.md#measured-layers](methods.md#measured-layers). For methods with allocation: loss, beside `keep`, `bytes`
-    or `fit`. null: true for dense models of 12 or more layers, without corrections and refinement, if the text has more
+    or `fit`. null: true for dense models of 12 or more layers, whose entries have no `refine`, if the text has more
     than the samples; false in sweeps, and in run directories that were begun without it.
     """
 

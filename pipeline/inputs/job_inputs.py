@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -91,6 +91,11 @@ class Inputs:
     def scores(self) -> frozenset[str]:
         """The scores that any method's ranks depend on."""
         return self.passes.scores
+
+    def of_layers_alone(self) -> Inputs:
+        """Return the inputs of a first solve, each of whose layers is measured among dense ones: none corrects the
+        layers before it or is trained, and codes of given bits come later."""
+        return replace(self, tasks=layers_alone(self.tasks), rounds=not self.manifest.measures_unrounded)
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -307,6 +312,11 @@ def _measures_sizes(manifest: Manifest) -> str:
     return MEASURE_LAYERS if manifest.measures_layers else ""
 
 
+def layers_alone(tasks: Iterable[Task]) -> tuple[Task, ...]:
+    """Return the tasks without what depends on other compressed layers: corrections and training."""
+    return tuple(replace(task, corrections=(), refine=None) for task in tasks)
+
+
 def measuring_layers(
     manifest: Manifest,
     methods: Sequence[Method[Any]],
@@ -326,7 +336,7 @@ def measuring_layers(
         and (budget.keep is not None or budget.bytes is not None)
         and len(layers_of(tasks)) >= MEASURED_FROM
         and not any(layer.num_experts for layer in geometry.layers)
-        and not any(task.corrections or task.refine for task in tasks)
+        and not any(task.refine for task in tasks)
         and not _predicted_loss_fault(MEASURE_LAYERS, manifest, tasks, predict_tasks(methods, geometry))
     )
     return manifest.model_copy(update={"budget": budget.model_copy(update={"measure_layers": measures})})

@@ -31,7 +31,7 @@ from pipeline.driver.ledger_keys import (
     gradient_key,
     layer_key,
 )
-from pipeline.inputs.job_inputs import Inputs
+from pipeline.inputs.job_inputs import Inputs, layers_alone
 from pipeline.job.context import JobContext, driver_job, healing_tokens
 from pipeline.job.output_scores import dense_score_key
 from pipeline.methods.registry import layers_of
@@ -48,7 +48,8 @@ def job_eta(job: JobContext, rates: Rates) -> Eta:
     tokens = gradient_tokens(manifest, inputs.geometry, inputs.tasks)
     work = layer_work(manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize, tokens)
     passes = planned_passes(manifest, inputs.geometry, inputs.tasks)
-    remaining = _Remaining(job, passes, phase_seconds(work, rates, passes))
+    alone = layer_work(manifest, inputs.geometry, layers_alone(inputs.tasks), inputs.dtype.itemsize, tokens)
+    remaining = _Remaining(job, passes, *(phase_seconds(each, rates, passes) for each in (work, alone)))
     planned = [PlannedPhase("start", START_SECONDS)]
     if job.tokens is not None and job.ledger.get(TEXTS) is None:
         evaluation = 0 if job.evaluation is None else job.evaluation.ids.numel()
@@ -79,11 +80,17 @@ def healing_phases(job: JobContext, inputs: Inputs, plan: Plan, rates: Rates) ->
 
 @dataclass(frozen=True)
 class _Remaining:
-    """The phases of a job without their committed layers. `seconds`: the plan's, for all layers."""
+    """The phases of a job without their committed layers.
+
+    Attributes:
+        seconds: the plan's, for all layers.
+        alone: those without corrections and training, as in the first solve of `budget.measure_layers`.
+    """
 
     job: JobContext
     passes: PlannedPasses
     seconds: Mapping[str, float]
+    alone: Mapping[str, float]
 
     def single_phases(self) -> list[PlannedPhase]:
         """Return the phases that come once: passes over the calibration text, and curves."""
@@ -102,7 +109,6 @@ class _Remaining:
 
     def sizes(self) -> list[PlannedPhase]:
         """Return the phases of each size: solving, and scores on held-out text."""
-        phase, amount = self._solving
         ledger, of_model = self.job.ledger, self._held_out
         tries = len(ledger.keys(TRIES))
         count = 1 if self.job.inputs.max_loss is None else max(1, TRIED - tries)
@@ -116,11 +122,11 @@ class _Remaining:
         planned: list[PlannedPhase] = []
         for number in range(count):
             keys = _keys(layer_key, layers_of(self.job.inputs.tasks)) if number == 0 else ()
+            phase, amount = self._first_solve if measures and number == 0 else self._solving
             if self.passes.in_pass and not planned and self._missing(_keys(dense_key, range(self.passes.layers))):
                 planned.append(PlannedPhase(phase, self._last_solves))
             else:
-                unrounded = number == 0 and measures and self.job.manifest.measures_unrounded
-                planned += self._phase(phase, amount - unrounded * self.seconds.get("round", 0.0), keys)
+                planned += self._phase(phase, amount, keys)
             if scored and (number > 0 or ledger.get(HELD_OUT_SCORE) is None):
                 models = ("held-out-dense", "held-out")[has_dense or number > 0 :]
                 planned += [PlannedPhase(f"score {model}", of_model) for model in models]
@@ -148,6 +154,12 @@ class _Remaining:
         if any(map(needs_both_models, self.job.inputs.tasks)):
             return "correct", seconds["solve"] + seconds.get("correct", 0.0) + seconds.get("refine", 0.0)
         return "compress", seconds["solve"] + seconds.get("round", 0.0)
+
+    @property
+    def _first_solve(self) -> tuple[str, float]:
+        """The phase that solves layers to be measured alone, and its seconds."""
+        rounding = 0.0 if self.job.manifest.measures_unrounded else self.alone.get("round", 0.0)
+        return "compress", self.alone["solve"] + rounding
 
     @property
     def _last_solves(self) -> float:

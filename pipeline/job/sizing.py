@@ -112,8 +112,7 @@ def _measure_layers(job: JobContext, workers: JobWorkers) -> None:
         return
     _forget_tried_size(job)
     job.observer.say(f"{MEASURE_LAYERS}: first the layers are compressed to ranks that follow predicted losses")
-    first = replace(job, inputs=replace(job.inputs, rounds=not job.manifest.measures_unrounded))
-    compress_and_score(first, workers, compared=False)
+    compress_and_score(replace(job, inputs=job.inputs.of_layers_alone()), workers, compared=False)
     predicted, ratios = predicted_by_task(job), dict[str, float]()
     for block in blocks_of(layers_of(job.inputs.tasks)):
         tasks = [task for task in job.inputs.tasks if task.layer in block]

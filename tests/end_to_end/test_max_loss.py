@@ -104,6 +104,7 @@ PLAIN: dict[str, Any] = {
     "budget": {"keep": 0.8},
 }
 MEASURED = {**PLAIN, "budget": {"keep": 0.8, "measure_layers": True}}
+CORRECTED = {"method": "loss_aware", "correct": "output"}
 
 
 @pytest.mark.usefixtures("inline")
@@ -134,6 +135,19 @@ def test_layers_are_measured_before_they_are_rounded(job: MakeJob) -> None:
     layers = [rounded.ledger(f"layer/{layer:05d}") for layer in range(LAYERS)]
     assert all(layer["rounded"] for layer in layers)
     assert rounded.ledger("held_out_score")["divergence"] > plain.ledger("held_out_score")["divergence"]
+
+
+@pytest.mark.usefixtures("inline")
+@pytest.mark.parametrize("further", [{"correct": "output"}, {"refine": {"steps": 2}}], ids=["corrected", "refined"])
+def test_layers_are_measured_before_they_follow_others(further: dict[str, Any], job: MakeJob) -> None:
+    """Among dense layers, a layer that makes up for the errors of compressed ones would add errors."""
+    plain, made = job(**MEASURED), job(**{**MEASURED, "methods": [{"method": "loss_aware", **further}]})
+    assert [each.run().code for each in (plain, made)] == [0, 0]
+    assert made.ledger("ratios") == plain.ledger("ratios")
+    assert made.ledger("ranks")["ranks"] == plain.ledger("ranks")["ranks"]
+    layers = [made.ledger(f"layer/{layer:05d}") for layer in range(LAYERS)]
+    assert all("refined" in layer for layer in layers) == ("refine" in further)
+    assert (weight_digests(made.output) != weight_digests(plain.output)) == ("correct" in further)
 
 
 @pytest.mark.usefixtures("inline")
@@ -182,9 +196,13 @@ def test_other_sizes_are_predicted_with_the_same_corrections(job: MakeJob) -> No
 
 @pytest.mark.usefixtures("inline")
 @pytest.mark.nightly
-@pytest.mark.parametrize("changes", [{}, {"quantize": {"bits": 3, "group": None}}], ids=["ranks", "ranks-and-codes"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"quantize": {"bits": 3, "group": None}}, {"methods": [CORRECTED]}],
+    ids=["ranks", "ranks-and-codes", "corrected"],
+)
 def test_killed_between_measurements_it_ends_the_same(changes: dict[str, Any], job: MakeJob) -> None:
-    made, clean = job(**MEASURED, **changes), job(**MEASURED, **changes)
+    made, clean = job(**{**MEASURED, **changes}), job(**{**MEASURED, **changes})
     expected = clean.run().json
     for kill, match in enumerate(("layer/00001", "block/00000", "block/00002", "ratios", "ranks", "layer/00001")):
         child = Child("run", [str(made.manifest)], made.root / "log", Hook("commit", match=match, after=kill % 2 == 0))
@@ -215,7 +233,7 @@ def test_deep_models_are_measured_by_themselves(job: MakeJob, monkeypatch: pytes
         ("llama", {"num_hidden_layers": MEASURED_FROM - 1}, False),
         ("llama", {"methods": [{"method": "flat_llm"}]}, False),
         ("llama", {"methods": [{"method": "flat_llm", "allocation": "loss"}]}, True),
-        ("llama", {"methods": [{"method": "loss_aware", "correct": "output"}]}, False),
+        ("llama", {"methods": [CORRECTED]}, True),
         ("llama", {"methods": [{"method": "loss_aware", "refine": True}]}, False),
         ("llama", {"budget": {"max_loss": 0.1}}, False),
         ("llama", {"budget": {"keep": 1.0}}, False),
@@ -237,12 +255,14 @@ def test_which_jobs_measure_by_themselves(family: str, changes: dict[str, Any], 
 
 @pytest.mark.usefixtures("inline")
 def test_plan_counts_it(job: MakeJob) -> None:
-    seconds = [
+    plain, measured, corrected = (
         json.loads(command("plan", str(job(**each).manifest), "--json", "--tflops", "1").out)["phases"]
-        for each in (PLAIN, MEASURED)
-    ]
-    assert "measured layers" not in seconds[0]
-    assert seconds[1]["measured layers"] >= seconds[1]["solve"]
+        for each in (PLAIN, MEASURED, {**MEASURED, "methods": [CORRECTED]})
+    )
+    assert "measured layers" not in plain
+    assert measured["measured layers"] >= measured["solve"]
+    assert corrected["measured layers"] == pytest.approx(measured["measured layers"], rel=0.2)
+    assert corrected["correct"] > 0.0
 
 
 @pytest.mark.usefixtures("inline")

@@ -246,17 +246,19 @@ def test_calibrated_predictions_solve_other_sizes(tried: int) -> None:
     assert names(ahead(job)).count("compress") == 1 + max(0, OTHER_SIZES - tried)
 
 
-def test_measured_layers_stand_between_two_solves() -> None:
-    job = job_of({"method": "loss_aware"}, budget={"keep": 0.8, "measure_layers": True})
+@pytest.mark.parametrize(("entry", "second"), [({}, "compress"), ({"correct": "output"}, "correct")])
+def test_measured_layers_stand_between_two_solves(entry: dict[str, Any], second: str) -> None:
+    """The first solve has no corrections."""
+    job = job_of({"method": "loss_aware", **entry}, budget={"keep": 0.8, "measure_layers": True})
     job.ledger.commit(HELD_OUT, HeldOutEntry(tokens=ARRAY, outputs=(ARRAY,)))
     phases = names(ahead(job))
     parts = [f"score block-{layer:05d}" for layer in range(LAYERS)]
-    expected = ["compress", "score held-out", *parts, "compress", "score held-out"]
+    expected = ["compress", "score held-out", *parts, second, "score held-out"]
     assert phases[phases.index("compress") : phases.index("assemble")] == expected
     commit(job, block_key, [0, 3], BLOCK)
     assert [name for name in names(ahead(job)) if name in parts] == [*parts[1:3], *parts[4:]]
     job.ledger.commit(LOSS_RATIOS, LossRatiosEntry(ratios={}))
-    assert names(ahead(job)).count("compress") == 1
+    assert [name for name in names(ahead(job)) if name in ("compress", "correct")] == [second]
     assert not set(parts) & set(names(ahead(job)))
 
 
