@@ -105,6 +105,7 @@ PLAIN: dict[str, Any] = {
 }
 MEASURED = {**PLAIN, "budget": {"keep": 0.8, "measure_layers": True}}
 CORRECTED = {"method": "loss_aware", "correct": "output"}
+WITHOUT_MLP = {"method": "loss_aware", "mlp": False}
 
 
 @pytest.mark.usefixtures("inline")
@@ -288,17 +289,25 @@ def test_what_cannot_be_measured_is_refused(changes: dict[str, Any], said: str, 
         ("mixtral", {}),
         ("gemma2", {}),
         ("llama", {"budget": {"bytes": 0.2, "measure_layers": True}, "quantize": {"bits": "auto"}}),
-        ("llama", {"methods": [{"method": "loss_aware", "mlp": False}]}),
+        (
+            "llama",
+            {
+                "budget": {"bytes": 0.2, "measure_layers": True},
+                "quantize": {"bits": "auto"},
+                "methods": [CORRECTED],
+            },
+        ),
+        ("llama", {"methods": [WITHOUT_MLP]}),
     ],
 )
 def test_other_jobs(family: str, changes: dict[str, Any], job: MakeJob, tmp_path: Path) -> None:
-    """Experts, bits and ranks together, and attention alone."""
+    """Experts, bits and ranks together without and with corrections, and attention alone."""
     source = factories.make_model(tmp_path / "source", family, hidden_size=64, intermediate_size=96)
     made = job(source, **{**MEASURED, **changes})
     ended = made.run()
     assert ended.code == 0, ended.err
     named = {task.split("/")[2].split(":")[0] for task in made.ledger("ratios")["ratios"]}
-    assert ("query_key" in named) == ("methods" in changes)
+    assert ("query_key" in named) == (changes.get("methods") == [WITHOUT_MLP])
     verified = command("verify", str(made.output), "--source", str(source))
     assert verified.code == 0, verified.out
 
