@@ -16,7 +16,7 @@ from torch import Tensor
 from lamina.mixture_lamina import ROUTER
 from manifests.records import ArrayRecord, StagedLayer
 from pipeline.families.blocks import Block, MLPBlock
-from pipeline.kernels.normed import before_norm
+from pipeline.kernels.normed import before_norm, inverse_rms
 from pipeline.units.units import Pair, ShardDone
 from workers.branched_layer import Places
 from workers.copies import HiddenReader
@@ -198,8 +198,10 @@ def _expert_values(
 def _values(
     dense: TappedLayer, packed: TappedLayer, dense_BSD: Tensor, packed_BSD: Tensor, point: str
 ) -> tuple[Tensor, Tensor]:
-    """Return x at a point of the compressed layer, and e as defined in `methods.method.Moment`, in float32 or
-    better."""
+    """Return x at a point of the compressed layer, and e as defined in `methods.method.Moment`, in float32 or better.
+
+    At the input of a block's writer, each token is weighted by the dense model's residual stream, `inverse_rms`.
+    """
     writing = {block.writer.reads: block for block in packed.geometry.matrix_blocks}
     if point not in writing:  # the input of a block, whose error is the difference to the same point of the dense layer
         values_BSF = _at(packed, packed_BSD, point)
@@ -210,17 +212,19 @@ def _values(
         values_BSF, output_BSD = _both(packed, packed_BSD, point, written)
         streams = (dense, dense_BSD, _at(dense, dense_BSD, written)), (packed, packed_BSD, output_BSD)
         dense_mid, packed_mid = (_wide(stream) + _added(layer, block, output) for layer, stream, output in streams)
-        errors_BSD = dense_mid - packed_mid
+        stream_BSD, errors_BSD = dense_mid, dense_mid - packed_mid
     else:
         caught: dict[str, Tensor] = {}
         taps = ((name, partial(caught.__setitem__, name)) for name in (point, written))
         packed_out = _run(packed, packed_BSD, *taps)
         values_BSF, output_BSD = caught[point], caught[written]
-        errors_BSD = _wide(_run(dense, dense_BSD)) - _wide(packed_out)
-    if block.writer.feeds == block.stream:
-        return values_BSF, errors_BSD
-    gains, norm_eps = packed.module.output_gains(block.out_norm)
-    return before_norm(values_BSF, _wide(output_BSD), errors_BSD, gains, norm_eps)
+        stream_BSD = _wide(_run(dense, dense_BSD))
+        errors_BSD = stream_BSD - _wide(packed_out)
+    if block.writer.feeds != block.stream:
+        gains, norm_eps = packed.module.output_gains(block.out_norm)
+        values_BSF, errors_BSD = before_norm(values_BSF, _wide(output_BSD), errors_BSD, gains, norm_eps)
+    weight_BS1 = inverse_rms(stream_BSD)
+    return values_BSF * weight_BS1, errors_BSD * weight_BS1
 
 
 def _added(layer: TappedLayer, block: Block, output_BSD: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Errors after an RMS norm, expressed as errors of the linear map before it. docs/methods.md#norms-behind-a-block.
+"""Errors of what a norm reads, and errors after an RMS norm as those of the linear map before it. docs/methods.md.
 
 Legend: D hidden, F features that the map reads; the other dimensions are of tokens.
 """
@@ -8,6 +8,15 @@ from __future__ import annotations
 from torch import Tensor
 
 RIDGE = 1e-4  # of the mean square of the gains
+LEAST_SQUARE = 1e-6  # added to a token's mean square, as norms do
+
+
+def inverse_rms(stream_D: Tensor) -> Tensor:
+    """Return the weight (…, 1) of each token in sums of errors: 1 over the root mean square of its residual stream.
+
+    A norm divides the stream by that before a layer reads it. docs/methods.md#tokens-of-large-norm.
+    """
+    return stream_D.square().mean(dim=-1, keepdim=True).add_(LEAST_SQUARE).rsqrt_()
 
 
 def before_norm(

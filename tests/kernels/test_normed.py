@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.kernels.normed import before_norm
+from pipeline.kernels.normed import before_norm, inverse_rms
 
 T, D, F, EPS = 400, 8, 6, 1e-6
 
@@ -25,6 +25,24 @@ def brute_force(x_TF: Tensor, y_TD: Tensor, errors_TD: Tensor, gains_D: Tensor) 
     rows_TDn = torch.einsum("tij,tf->tijf", jacobian, x_TF).flatten(2)
     solution = torch.linalg.lstsq(rows_TDn.flatten(0, 1), errors_TD.flatten(), driver="gelsd").solution
     return solution.unflatten(0, (D, F))
+
+
+@pytest.mark.parametrize("size", [1.0, 1e3])
+def test_weighted_errors_are_those_behind_the_norm(size: float) -> None:
+    """Of a few huge tokens, too, which the others would not count beside."""
+    torch.manual_seed(0)
+    stream_TD, error_TD = torch.randn(2, T, D, dtype=torch.float64)
+    stream_TD[:3] *= size
+    error_TD = 1e-5 * error_TD * stream_TD.norm(dim=1, keepdim=True)
+    ones_D = torch.ones(D, dtype=torch.float64)
+    directions_TD = stream_TD / stream_TD.norm(dim=1, keepdim=True)
+    across_TD = error_TD - directions_TD * (directions_TD * error_TD).sum(dim=1, keepdim=True)
+    seen_TD = normed(stream_TD + across_TD, ones_D) - normed(stream_TD, ones_D)
+    assert torch.allclose(across_TD * inverse_rms(stream_TD), seen_TD, atol=1e-8)
+
+
+def test_tokens_of_zeros_have_finite_weights() -> None:
+    assert inverse_rms(torch.zeros(2, D)).flatten().tolist() == pytest.approx([1e3, 1e3])
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.5])

@@ -96,6 +96,12 @@ class Behind:
         added = self.seen["attention_out_norm.out" if self._norms() else "o.out"]
         return self.seen["in"] + added * (self.reference.setup.config["block"].get("residual_scale") or 1.0)
 
+    def weight(self, point: str) -> Tensor | float:
+        """Return the weights (M, S, 1) of tokens at a point of the dense model, in whose residual stream errors are."""
+        if point in ("attention.in", "mlp.in"):
+            return 1.0
+        return (self.stream(point).square().mean(-1, keepdim=True) + 1e-6) ** -0.5
+
     def felt(self, point: str, errors_MSD: Tensor) -> tuple[Tensor, Tensor]:
         """Return values and errors at a point; behind a norm or a scale, as the linear map before it has them."""
         scale = self.reference.setup.config["block"].get("residual_scale") or 1.0
@@ -137,7 +143,8 @@ def test_sums_are_those_of_hooks_on_the_source(model: Path, tmp_path: Path) -> N
     _, sums = run_pairs([worker], Pair(1, 0, 0, moments=MOMENTS, replay=(staged,)))
     for moment in MOMENTS:
         errors_MSD = dense.stream(moment.point) - packed.stream(moment.point)
-        values_TF, errors_TD = (part.flatten(0, 1) for part in packed.felt(moment.point, errors_MSD))
+        weight = dense.weight(moment.point)
+        values_TF, errors_TD = ((part * weight).flatten(0, 1) for part in packed.felt(moment.point, errors_MSD))
         assert errors_TD.abs().max() > 1e-3
         expected_PF = torch.cat((values_TF, errors_TD), dim=1).T @ values_TF
         found_PF = sums[moment][0]
