@@ -24,7 +24,6 @@ from manifests.errors import NumericsError
 from manifests.method_entry import Refine as Settings
 from manifests.records import ArrayRecord, RefinedFigures, StagedLayer
 from pipeline.families.layer_geometry import LayerGeometry
-from pipeline.kernels.normed import inverse_rms
 from pipeline.kernels.refinement import Trained, Training, held_out_samples, step_samples, train_, training_steps
 from pipeline.methods.method import Moment, Solution, Statistics, Task
 from pipeline.methods.moments import OUTPUT_GRADIENT
@@ -267,9 +266,9 @@ class TrainedLayer:
         return torch.autocast("cuda", torch.bfloat16) if self.half_precision else nullcontext()
 
     def _difference(self, targets: RefinementData, samples: Sequence[int]) -> Tensor:
-        """Return the difference (B, S, D) of the layer's outputs to their targets, times `inverse_rms` of these."""
+        """Return the difference (B, S, D) of the layer's outputs to their targets."""
         input_BSD, target_BSD = targets.read(samples)
-        return (self._forward(input_BSD) - target_BSD) * inverse_rms(target_BSD)
+        return self._forward(input_BSD) - target_BSD
 
     def _error(self, targets: RefinementData, samples: Sequence[int], metric_DD: Tensor | None = None) -> Tensor:
         return _quadratic_form(self._difference(targets, samples), metric_DD)
@@ -280,9 +279,7 @@ class TrainedLayer:
 
     @torch.no_grad()
     def _mean_square(self, targets: RefinementData, samples: Sequence[int]) -> float:
-        """Return the mean square of the targets, as `_difference` weighs them: 1, less where tokens are almost zero."""
-        outputs = (targets.read([sample])[1] for sample in samples)
-        return sum(float((each * inverse_rms(each)).square().mean()) for each in outputs) / len(samples)
+        return sum(float(targets.read([sample])[1].square().mean()) for sample in samples) / len(samples)
 
 
 def _quadratic_form(error_BSD: Tensor, metric_DD: Tensor | None = None) -> Tensor:
