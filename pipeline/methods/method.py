@@ -43,9 +43,10 @@ class Moment:
             `sample`: the values themselves, (1, tokens, F) in the forward's dtype.
             `pair`: (1, F + D, F), Σ x xᵀ and below it Σ e xᵀ. x is the value at the point in the model compressed so
             far. e (D) is the dense model's value minus the compressed model's: at the same point for `attention.in` and
-            `mlp.in`, in the residual stream after attention for `o.in`, and after the layer for `down.in`. For an
-            expert's `down.in`, the sums run over the tokens that the compressed layer sends to it, and e is divided by
-            the number of experts per token. docs/methods.md#corrections.
+            `mlp.in`, in the residual stream after attention for `o.in`, and after the layer for `down.in`, where both
+            are weighted by `kernels.normed.inverse_rms` of the dense stream. For an expert's `down.in`, without
+            weights, the sums run over the tokens that the compressed layer sends to it, and e is divided by the number
+            of experts per token. docs/methods.md#corrections.
         diagonal: store only the sums of squares, (groups, F/heads).
         tokens: the largest size of a sample, whose tokens are spread evenly over the calibration tokens.
     """
