@@ -223,8 +223,8 @@ def _values(
     if block.writer.feeds != block.stream:
         gains, norm_eps = packed.module.output_gains(block.out_norm)
         values_BSF, errors_BSD = before_norm(values_BSF, _wide(output_BSD), errors_BSD, gains, norm_eps)
-    weight_BS1 = inverse_rms(stream_BSD)
-    return values_BSF * weight_BS1, errors_BSD * weight_BS1
+    weight_T1 = inverse_rms(stream_BSD).flatten(0, -2)
+    return values_BSF.flatten(0, -2) * weight_T1, errors_BSD.flatten(0, -2) * weight_T1
 
 
 def _added(layer: TappedLayer, block: Block, output_BSD: Tensor) -> Tensor:

@@ -98,3 +98,16 @@ def test_what_is_fitted_to_all_of_them_at_once_lowers_the_error(both: Both) -> N
 def test_the_same_layer_lacks_nothing(both: Both) -> None:
     same = Both(both.dense, both.dense, both.read, both.read)
     assert all(not e.any() for _, e in same.pairs().values())
+
+
+@pytest.mark.parametrize("both", ["qwen2_moe", "deepseek_v3"], indirect=True)
+def test_a_shared_expert_sees_every_token_by_its_weight(both: Both) -> None:
+    """The rows of a mixture have lost their samples."""
+    seen: list[Tensor] = []
+    both.packed.run(both.packed_read, [("shared.down.in", seen.append)])
+    dense_BSD = both.dense.run(both.read)
+    assert dense_BSD is not None
+    weight_T1 = (dense_BSD.square().mean(dim=-1, keepdim=True) + 1e-6).flatten(0, 1) ** -0.5
+    ((_, x_TF, e_TD),) = layer_pairs(*both, ["shared.down.in"])
+    assert torch.allclose(x_TF, seen[0].flatten(0, -2) * weight_T1)
+    assert torch.allclose(e_TD, both.errors() * weight_T1)
