@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -95,7 +95,8 @@ class Inputs:
     def of_layers_alone(self) -> Inputs:
         """Return the inputs of a first solve, each of whose layers is measured among dense ones: none corrects the
         layers before it or is trained, and codes of given bits come later."""
-        return replace(self, tasks=layers_alone(self.tasks), rounds=not self.manifest.measures_unrounded)
+        tasks = tuple(replace(task, corrections=(), refine=None) for task in self.tasks)
+        return replace(self, tasks=tasks, rounds=not self.manifest.measures_unrounded)
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -310,11 +311,6 @@ def _measures_sizes(manifest: Manifest) -> str:
     if manifest.evaluation.calibrate_prediction:
         return "evaluation.calibrate_prediction"
     return MEASURE_LAYERS if manifest.measures_layers else ""
-
-
-def layers_alone(tasks: Iterable[Task]) -> tuple[Task, ...]:
-    """Return the tasks without what depends on other compressed layers: corrections and training."""
-    return tuple(replace(task, corrections=(), refine=None) for task in tasks)
 
 
 def measuring_layers(

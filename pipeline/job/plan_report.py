@@ -39,7 +39,7 @@ from pipeline.families.geometry import Geometry
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.inputs.calibration import evaluation_tokens
 from pipeline.inputs.fitting import shown_bytes
-from pipeline.inputs.job_inputs import Inputs, fit_methods, fitted, layers_alone, measuring_layers, read_inputs
+from pipeline.inputs.job_inputs import Inputs, fit_methods, fitted, measuring_layers, read_inputs
 from pipeline.job.context import with_samples
 from pipeline.job.planned_tasks import tasks_seconds
 from pipeline.methods.method import Task
@@ -95,9 +95,8 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
     if manifest.evaluation.calibrate_prediction:
         phases["other sizes"] = OTHER_SIZES * size_seconds(phases, passes)
     if manifest.measures_layers:
-        alone = phase_seconds(planned_work(manifest, geometry, layers_alone(tasks), dtype, plan), rates, passes)
-        first = size_seconds(alone, passes) - (alone.get("round", 0.0) if manifest.measures_unrounded else 0.0)
-        phases["measured layers"] = first + BLOCKS * scored_seconds(phases, passes)
+        alone = phase_seconds(work.of_layers_alone(rounds=not manifest.measures_unrounded), rates, passes)
+        phases["measured layers"] = size_seconds(alone, passes) + BLOCKS * scored_seconds(phases, passes)
     calibration = manifest.calibration
     if calibration is not None and calibration.chooses_samples:
         texts = {"amount of text": amount_seconds(calibration, geometry.layers[0], rates)} | texts

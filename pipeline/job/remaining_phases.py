@@ -31,7 +31,7 @@ from pipeline.driver.ledger_keys import (
     gradient_key,
     layer_key,
 )
-from pipeline.inputs.job_inputs import Inputs, layers_alone
+from pipeline.inputs.job_inputs import Inputs
 from pipeline.job.context import JobContext, driver_job, healing_tokens
 from pipeline.job.output_scores import dense_score_key
 from pipeline.methods.registry import layers_of
@@ -48,7 +48,7 @@ def job_eta(job: JobContext, rates: Rates) -> Eta:
     tokens = gradient_tokens(manifest, inputs.geometry, inputs.tasks)
     work = layer_work(manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize, tokens)
     passes = planned_passes(manifest, inputs.geometry, inputs.tasks)
-    alone = layer_work(manifest, inputs.geometry, layers_alone(inputs.tasks), inputs.dtype.itemsize, tokens)
+    alone = work.of_layers_alone(rounds=not manifest.measures_unrounded)
     remaining = _Remaining(job, passes, *(phase_seconds(each, rates, passes) for each in (work, alone)))
     planned = [PlannedPhase("start", START_SECONDS)]
     if job.tokens is not None and job.ledger.get(TEXTS) is None:
@@ -84,7 +84,7 @@ class _Remaining:
 
     Attributes:
         seconds: the plan's, for all layers.
-        alone: those without corrections and training, as in the first solve of `budget.measure_layers`.
+        alone: those of the first solve of `budget.measure_layers`, `LayerWork.of_layers_alone`.
     """
 
     job: JobContext
@@ -158,8 +158,7 @@ class _Remaining:
     @property
     def _first_solve(self) -> tuple[str, float]:
         """The phase that solves layers to be measured alone, and its seconds."""
-        rounding = 0.0 if self.job.manifest.measures_unrounded else self.alone.get("round", 0.0)
-        return "compress", self.alone["solve"] + rounding
+        return "compress", self.alone["solve"] + self.alone.get("round", 0.0)
 
     @property
     def _last_solves(self) -> float:

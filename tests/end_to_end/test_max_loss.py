@@ -256,14 +256,24 @@ def test_which_jobs_measure_by_themselves(family: str, changes: dict[str, Any], 
 
 @pytest.mark.usefixtures("inline")
 def test_plan_counts_it(job: MakeJob) -> None:
-    plain, measured, corrected = (
+    codes: dict[str, Any] = {"quantize": {"bits": 4, "group": None}}
+    trained = {"method": "loss_aware", "refine": True}
+    plain, measured, corrected, *others = (
         json.loads(command("plan", str(job(**each).manifest), "--json", "--tflops", "1").out)["phases"]
-        for each in (PLAIN, MEASURED, {**MEASURED, "methods": [CORRECTED]})
+        for each in (
+            PLAIN,
+            MEASURED,
+            {**MEASURED, "methods": [CORRECTED]},
+            {**MEASURED, "methods": [CORRECTED], **codes},
+            {**MEASURED, "methods": [trained]},
+        )
     )
     assert "measured layers" not in plain
     assert measured["measured layers"] >= measured["solve"]
     assert corrected["measured layers"] == pytest.approx(measured["measured layers"], rel=0.2)
     assert corrected["correct"] > 0.0
+    for each in others:
+        assert each["measured layers"] == pytest.approx(measured["measured layers"], rel=0.2)
 
 
 @pytest.mark.usefixtures("inline")
