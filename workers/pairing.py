@@ -200,7 +200,7 @@ def _values(
 ) -> tuple[Tensor, Tensor]:
     """Return x at a point of the compressed layer, and e as defined in `methods.method.Moment`, in float32 or better.
 
-    At the input of a block's writer, each token is weighted by the dense model's residual stream, `inverse_rms`.
+    At the input of a block's writer, x and e of each token are multiplied by `inverse_rms` of the dense stream.
     """
     writing = {block.writer.reads: block for block in packed.geometry.matrix_blocks}
     if point not in writing:  # the input of a block, whose error is the difference to the same point of the dense layer
