@@ -17,7 +17,7 @@ from pipeline.methods.method import Task
 
 TRIED_BYTES = 700  # moved per number to try twenty scales
 FED_BYTES = 300  # moved per number for error feedback, mostly the earlier errors of its block
-SIZES_TRIED = 2 * 3  # roundings per choice of bits, if bits are chosen: two kinds at three sizes
+SIZES_TRIED = 12  # sizes of a group that are solved and rounded, if bits are chosen: four kinds at three sizes
 SEARCHED_BYTES = {"normal": 1300, "learned": 2000}  # moved per number to search the scales of a table
 SEARCHED_NEAREST = 1.5  # as much without feedback, where more scales are tried
 BOTH_BYTES = 1000  # moved per number for feedback on both sides, mostly within a block
@@ -55,7 +55,6 @@ def rounding_work(
     quantize, fed = manifest.rounding, manifest.rounds_by_feedback
     if quantize is None:
         return ()
-    times = 1 + SIZES_TRIED * len(quantize.choices) if quantize.bits == "auto" else 1
     tables = [kind for kind in quantize.kinds_of_levels if kind != "uniform"]
     searched = sum(SEARCHED_BYTES[kind] for kind in tables)
     kinds = len(quantize.kinds_of_levels)
@@ -79,10 +78,13 @@ def rounding_work(
             works.append((task.name, flops, fed_flops, steps, moved))
         elif numbers:
             works.append((task.name, 0.0, 0.0, 0, numbers * (TRIED_BYTES + SEARCHED_NEAREST * searched)))
-    return tuple(
-        RoundWork(name, times * flops, times * fed_flops, times * steps, times * moved)
-        for name, flops, fed_flops, steps, moved in works
-    )
+    return tuple(RoundWork(*work) for work in works)
+
+
+def trials(manifest: Manifest) -> int:
+    """Return how often a group is rounded to choose its bits; 0 if bits are given. The most bits are not tried."""
+    quantize = manifest.quantize
+    return SIZES_TRIED * (len(quantize.choices) - 1) if quantize is not None and quantize.bits == "auto" else 0
 
 
 def _both_sides(

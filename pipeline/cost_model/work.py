@@ -13,7 +13,7 @@ from typing import Any
 from manifests.quantize import OUTER_ROLES
 from manifests.schema import Manifest
 from pipeline.cost_model.refinement_work import UNREFINED, RefineWork, layer_descent_flops, refine_work
-from pipeline.cost_model.rounding_work import RoundWork, rounding_work
+from pipeline.cost_model.rounding_work import SIZES_TRIED, RoundWork, rounding_work, trials
 from pipeline.cost_model.solve_work import curve_work, solve_work, triangle_numbers
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
@@ -31,7 +31,7 @@ from pipeline.methods.registry import (
     predict_tasks,
     task_groups,
 )
-from pipeline.methods.work import REMOVED_SHARE, Work, moment_width
+from pipeline.methods.work import LEAST_TRIED, REMOVED_SHARE, TRIED_SHARE, Work, moment_width
 from pipeline.units.sharding import GRID_TOKENS, held_out_windows, importance_shards
 
 # Bytes of device memory that are moved per number:
@@ -73,6 +73,7 @@ class LayerWork:
         refinement: the training of the layer.
         held_out_flops: of the dense and of the compressed model on held-out text, in float32 on tensor cores.
         rounding: of every rounded task of the job, in all layers and outside of them.
+        trials: how often each task is rounded beside that, to choose its bits.
         compare_flops: of the comparison that `verify` repeats: the dense layer, and the compressed one on the hidden
             states of both models, in float32.
     """
@@ -101,6 +102,7 @@ class LayerWork:
     refinement: RefineWork = UNREFINED
     held_out_flops: tuple[float, float] = (0.0, 0.0)
     rounding: tuple[RoundWork, ...] = ()
+    trials: int = 0
     compare_flops: float = 0.0
     built_bytes: float = 0.0
     grid_flops: float = 0.0
@@ -178,6 +180,7 @@ def layer_work(
             2.0 * layer.hidden**2 if OUTPUT_GRADIENT in busiest.gradients else 0.0,
         ),
         rounding=rounding_work(tasks, manifest, geometry.layers, 1.0 - REMOVED_SHARE),
+        trials=trials(manifest),
         compare_flops=3.0 * COMPARED_TOKENS * forward_flops(layer, COMPARED_TOKENS),
         held_out_flops=(_held_out_tokens(manifest) * forward, _held_out_tokens(manifest) * packed),
     )
@@ -225,8 +228,16 @@ class _Busiest:
         )
 
     def curves(self) -> tuple[Work, ...]:
-        """Return the work of each task's curve, if it has one."""
-        return tuple(curve_work(task, group, self.tokens) for task, group in self.tasks if task.name in self.predicted)
+        """Return the work of each task's curve, if it has one, with the solves that are rounded to choose bits."""
+        tokens = min(self.tokens, max(LEAST_TRIED, self.tokens // TRIED_SHARE))
+        curves = []
+        for task, group in self.tasks:
+            if task.name in self.predicted:
+                curve = curve_work(task, group, self.tokens)
+                for _ in range(SIZES_TRIED if trials(self.manifest) else 0):
+                    curve += solve_work(task, group, tokens, hinted=True)
+                curves.append(curve)
+        return tuple(curves)
 
 
 def _busiest(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> _Busiest:

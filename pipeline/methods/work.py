@@ -23,6 +23,7 @@ GRADIENT_WAITS = 2  # the time of one conjugate gradient of small matrices, in r
 PROBED = 3  # widths of an MLP at which a sample is run: the smallest, one between, the largest
 PROBES = (0.125, 0.375, 0.75)  # shares of the full rank of an MLP's readers at each
 SAMPLE_TOKENS, LEAST_SAMPLE = 16, 65_536  # to refit down: per kept channel, and in all, if the text has that many
+TRIED_SHARE, LEAST_TRIED = 4, 16_384  # the part of that, and the least, to choose bits: sizes that are only tried
 PROBE_TOKENS, LEAST_PROBE = 3, 2048  # enough to measure the loss of a rank of the readers: per kept channel, in all
 PROBE_OUTPUTS = 256  # a probe's loss is measured in at most this many random mixtures of outputs
 FIT_TOKENS = 2  # tokens per channel, at least, to fit down to a sample

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +19,13 @@ from pipeline.families.blocks import Matrix, MLPBlock
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.gptq import round_with_feedback
 from pipeline.kernels.interpolation import interpolate
+from pipeline.kernels.refit import evenly_spread
 from pipeline.methods.base import Group
-from pipeline.methods.method import Moment, Solution
+from pipeline.methods.method import Moment, Solution, Statistics
 from pipeline.methods.moments import input_moment, output_gradient, pull
 from pipeline.methods.rounded_size import INDEX_BITS, rounded_share, rounding_overhead
 from pipeline.methods.unchanged import BITS
+from pipeline.methods.work import LEAST_TRIED, TRIED_SHARE
 from pipeline.ranks.curves import Point, from_columns, spread, to_columns, up_to_whole
 from pipeline.rounding.outputs import output_moments, outputs_moment
 from pipeline.rounding.solutions import (
@@ -39,6 +42,7 @@ from pipeline.rounding.solutions import (
 MOST_GAIN = 100.0  # limits the gain of channels that down hardly read before its refit
 TINY = 1e-150
 SAMPLED = 3  # sizes that are rounded among points with the same full ranks; factors lose more than dense matrices
+FINEST = 8  # bits whose loss follows from that of fewer bits, because it is too small to matter
 UNDERSTATED = 1.3  # measured divergence of ranks, relative to the prediction; that of rounding is as predicted
 
 
@@ -61,8 +65,9 @@ def with_bits(curve: Curve, group: Group[Any], quantize: Quantize) -> Curve:
     `numbers` become bytes, in numbers of the layer's dtype, including codes, scales and shapes. The loss is UNDERSTATED
     times that of the ranks, plus that of rounding with error feedback, ½ tr(G Δ C Δᵀ). The latter is computed at
     SAMPLED sizes, at which the group is solved and rounded, and interpolated between points with the same factored
-    matrices.
+    matrices. For FINEST bits it is that of the next fewer bits, times the squared ratio of their steps.
     """
+    group = group.with_data(group.weights, _with_smaller_samples(group.statistics))
     weights, statistics, geometry = group.weights, group.statistics, group.geometry
     bits, choices = geometry.bits, quantize.choices
     roles = [role for role in group.roles if role in geometry.matrices and not quantize.skips(role)]
@@ -74,7 +79,8 @@ def with_bits(curve: Curve, group: Group[Any], quantize: Quantize) -> Curve:
     scale = max(8 * weights[f"{role}.weight"].itemsize / bits for role in roles)
     feedbacks = Feedbacks(quantize)
     outputs = output_moments(roles, geometry) if quantize.feedback == "both" else {}
-    predictors = {choice: _Predictor(group, quantize, choice, feedbacks) for choice in choices}
+    tried = [choice for choice in choices if choice < FINEST]
+    predictors = {choice: _Predictor(group, quantize, choice, feedbacks) for choice in tried}
 
     def rounding(solution: Solution, choice: int) -> RoundedSolution:
         moments, reads = statistics.moments, geometry.reads
@@ -89,8 +95,9 @@ def with_bits(curve: Curve, group: Group[Any], quantize: Quantize) -> Curve:
             indexed |= {form.group for form in solution.forms.values() if form.form == "pivoted" and form.group}
             odd |= roles_of_odd_groups(solution, quantize)
             before = multiplied(solution, {})
-            each = ((choice, rounding(solution, choice)) for choice in choices)
-            sampled_losses.append([predictors[choice].loss_of(solution, before, rounded) for choice, rounded in each])
+            each = ((choice, rounding(solution, choice)) for choice in tried)
+            losses = [predictors[choice].loss_of(solution, before, rounded) for choice, rounded in each]
+            sampled_losses.append([*losses, losses[-1] * _finer(tried[-1])])
         shapes = [_counted_shape(weights[f"{role}.weight"], quantize.group, role in odd) for role in roles]
         sizes = torch.tensor([point.numbers for point in line])
         losses_SB = torch.tensor(sampled_losses, dtype=torch.float64)
@@ -106,6 +113,25 @@ def with_bits(curve: Curve, group: Group[Any], quantize: Quantize) -> Curve:
                 ranks = {**point.ranks, BITS: choice}
                 points.append(Point(ranks, numbers, UNDERSTATED * point.loss + loss, point.cache))
     return to_columns(up_to_whole(points), curve.hint, few=curve.few)
+
+
+def _finer(bits: int) -> float:
+    """Return the loss of FINEST bits relative to that of fewer `bits`, both with uniform levels."""
+    ratio: float = (2**bits - 1) / (2**FINEST - 1)
+    return ratio**2
+
+
+def _with_smaller_samples(statistics: Statistics) -> Statistics:
+    """Return statistics with an evenly spread part of each sample. A fit to it has other errors than one to the whole
+    sample, but loses nearly as much when it is rounded."""
+
+    def part(values_1TF: Tensor) -> Tensor:
+        tokens = values_1TF.shape[1]
+        places = evenly_spread(0, tokens, tokens, max(LEAST_TRIED, tokens // TRIED_SHARE))
+        return values_1TF[:, places.to(values_1TF.device)] if len(places) < tokens else values_1TF
+
+    moments = {moment: part(sum_) if moment.kind == "sample" else sum_ for moment, sum_ in statistics.moments.items()}
+    return replace(statistics, moments=moments)
 
 
 def _with_bits_of_nothing(curve: Curve, bits: int, wider: int) -> Curve:

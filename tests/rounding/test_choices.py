@@ -118,8 +118,45 @@ def test_a_point_costs_what_its_ranks_and_its_codes_lose(role: str, solve_it: Ca
     assert {point.ranks[BITS] for point in found} == set(QUANTIZE.choices)
     assert {point.ranks["rank"] for point in found} >= {RANKS[0], COLUMNS}
     for point in found:
-        lost = loss(role, change_by_rounding(role, point.ranks, point.ranks[BITS]))
+        bits = point.ranks[BITS]
+        lost = loss(role, change_by_rounding(role, point.ranks, min(4, bits)))
+        lost *= (15 / 255) ** 2 if bits == 8 else 1.0  # of the next fewer bits, with finer steps
         assert point.loss == pytest.approx(UNDERSTATED * 1e-3 * (COLUMNS - point.ranks["rank"]) + lost, rel=1e-6)
+
+
+def test_a_part_of_the_sample_predicts_the_losses_of_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An MLP whose tried sizes are fitted to a fourth of the sample, and to all of it."""
+    where = llama("gqa", hidden_size=64, intermediate_size=96, bits=16)
+    method = LossAwareMethod(LossAware(method="loss_aware", rank_multiple=16))
+    group = next(group for group in method.claims(where) if group.name == "mlp")
+    asked, tokens = with_rounding(group, where.layers[0]), 8000
+    weights = make_weights(where, group.roles)
+    inputs_TD = _random(tokens, 64, seed=1) * torch.logspace(0, -1, 64, dtype=torch.float64)
+    gate_TN, up_TN = (8.0 * inputs_TD @ weights[f"{role}.weight"].T for role in ("gate", "up"))
+    hidden_TN = torch.nn.functional.silu(gate_TN / 8.0) * up_TN / 8.0
+    found = {
+        moment: value / 300.0 if moment.kind == "gradient" else value
+        for moment, value in make_statistics(where, asked).moments.items()
+    }
+    for moment in found:
+        if moment.kind == "sample":
+            found[moment] = inputs_TD[None]
+        elif moment.kind == "value":
+            values = hidden_TN if moment.point.startswith("down") else inputs_TD
+            found[moment] = (values.T @ values)[None]
+    group = group.with_data(weights, Statistics(found, tokens))
+    curve = group.curve()
+
+    def losses(least: int) -> dict[str, float]:
+        monkeypatch.setattr("pipeline.rounding.choices.LEAST_TRIED", least)
+        return {str(point.ranks): point.loss for point in from_columns(with_bits(curve, group, QUANTIZE))}
+
+    few, whole = losses(tokens // 4), losses(tokens)
+    common = [(few[ranks], whole[ranks]) for ranks in few if ranks in whole]
+    assert len(common) > 5
+    assert any(loss != exact for loss, exact in common)
+    for loss, exact in common:
+        assert loss == pytest.approx(exact, rel=0.05)
 
 
 @pytest.mark.parametrize(
