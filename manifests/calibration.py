@@ -92,6 +92,7 @@ class Text(Block):
         return {file: self.model_copy(update={"files": (file,)}) for file in self.files or ()}
 
 
+FORMER_LEAST_TOKENS = 16_384  # of jobs begun before `gradient.least_tokens` was a field
 TEXT_TAGS = ("one text", "several texts")  # parts of pydantic's error locations
 
 
@@ -104,12 +105,13 @@ class SharedText(Text):
 class Gradient(Block):
     """The backward pass, for methods that follow the loss.
 
-    `samples`: the number of calibration samples in it; null: enough for 16 tokens per number of the hidden size and at
-    least 16,384 tokens, at most all. `kind: local` uses random gradients at each layer's own output instead of those of
+    `samples`: the number of calibration samples in it; null: enough for 16 tokens per number of the hidden size and for
+    `least_tokens`, at most all. `kind: local` uses random gradients at each layer's own output instead of those of
     the model's loss. That is cheaper, but predicts no loss in nats.
     """
 
     samples: Count | None = None
+    least_tokens: Count = 65_536
     kind: Literal["model", "local"] = "model"
 
 

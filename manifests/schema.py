@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from manifests.blocks import Block, Count, Listed, Location, Share
-from manifests.calibration import Calibration, Prefix, Text
+from manifests.calibration import FORMER_LEAST_TOKENS, Calibration, Prefix, Text
 from manifests.fit import Fit
 from manifests.heal import Heal
 from manifests.methods import AnyMethod
@@ -392,16 +392,17 @@ def completed(semantic: Any) -> Any:
     """Complete `Manifest.semantic` of an older version: missing fields get their defaults, ranks multiples of 1.
 
     `calibration.prefix` stays missing, because the samples of older versions had no prefix. Rounding with error
-    feedback gets the constants that it had before they were fields, and `feedback: null` what it meant before it could
-    mean both sides. A value that no version of the schema can have
-    written is returned unchanged.
+    feedback and the backward pass get the constants that they had before these were fields, and `feedback: null` what
+    it meant before it could mean both sides. A value that no version of the schema can have written is returned
+    unchanged.
     """
     if not isinstance(semantic, Mapping):
         return semantic
     places: dict[str, Any] = {"model": {"source": "-"}, "output": "-", "run_dir": "-"}
     fields = {**semantic, **places}
     if isinstance(calibration := fields.get("calibration"), Mapping):
-        fields["calibration"] = {**calibration, "text": {"files": ["-"]}}
+        gradient = {"least_tokens": FORMER_LEAST_TOKENS, **calibration.get("gradient", {})}
+        fields["calibration"] = {**calibration, "text": {"files": ["-"]}, "gradient": gradient}
         if isinstance(quantize := fields.get("quantize"), Mapping) and quantize.get("feedback") is not False:
             fields["quantize"] = {**FORMER_CONSTANTS, **quantize, "feedback": quantize.get("feedback") or True}
     try:

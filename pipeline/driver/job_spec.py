@@ -80,7 +80,8 @@ def passes_of(
     shards, samples, length = calibration.shards, calibration.samples, calibration.sequence_length
     chosen = 0
     if gradients or any(layer_gradients(tasks, layer) for layer in layers_of(tasks)):
-        chosen = gradient_samples(calibration.gradient.samples, samples, length, hidden)
+        least, count = calibration.gradient.least_tokens, calibration.gradient.samples
+        chosen = gradient_samples(samples, length, hidden, least) if count is None else min(samples, count)
     return CalibrationPasses(
         shards=shards,
         propagate=calibration.propagate,

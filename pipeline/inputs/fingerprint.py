@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from manifests import VERSION
+from manifests.calibration import FORMER_LEAST_TOKENS
 from manifests.records import SourceFile
 from pipeline.inputs.calibration import tokens_digest
 from pipeline.inputs.job_inputs import Inputs
@@ -40,8 +41,14 @@ def job_fingerprint(
 
 
 def semantic_fields(inputs: Inputs) -> dict[str, Any]:
-    """Return the manifest's fields that determine bytes, with the multiple of ranks for this model."""
+    """Return the manifest's fields that determine bytes, with the multiple of ranks for this model.
+
+    `gradient.least_tokens` has its former value if it does not matter, so that directories begun before it was a field
+    go on.
+    """
     manifest, fields = inputs.manifest, inputs.manifest.semantic()
+    if (calibration := manifest.calibration) and (calibration.gradient.samples or not inputs.passes.gradient_samples):
+        fields["calibration"]["gradient"]["least_tokens"] = FORMER_LEAST_TOKENS
     for entry, field in zip(manifest.methods, fields["methods"], strict=True):
         stepped = entry.in_steps_of(manifest.rank_multiple)
         field["rank_multiple"] = stepped.deciding_multiple(inputs.geometry.hidden)

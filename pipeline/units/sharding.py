@@ -9,7 +9,6 @@ GRID_TOKENS = 128  # tokens of a sample from which the grids of a layer's sums a
 HELD_OUT = 10  # samples per held-out window
 HELD_OUT_TOKENS = 32_768  # at most, in all texts: a divergence to 3 % (docs/results.md#choices-that-were-measured)
 TEXT_TOKENS = 8_192  # at most, of each text on which the dense model is scored before the job's passes
-LEAST_TOKENS = 16_384  # 16 tokens per hidden number are too few for a narrow model, whose gradients cost little
 
 
 def shard_range(shard: int, shards: int, samples: int) -> tuple[int, int]:
@@ -44,13 +43,12 @@ def gradient_count(shard: int, shards: int, samples: int, chosen: int) -> int:
     return end * chosen // samples - first * chosen // samples
 
 
-def gradient_samples(count: int | None, samples: int, sequence_length: int, hidden: int) -> int:
-    """Return the number of samples of the backward pass. docs/methods.md#gradient-moments.
+def gradient_samples(samples: int, sequence_length: int, hidden: int, least_tokens: int) -> int:
+    """Return the number of samples of the backward pass, if none is given. docs/methods.md#gradient-moments.
 
-    It is `count`, or enough for 16 tokens per hidden number and 16,384 tokens; at most all samples.
+    It is enough for 16 tokens per hidden number and for `least_tokens`; at most all samples.
     """
-    tokens = max(TOKENS_PER_HIDDEN * hidden, LEAST_TOKENS)
-    return min(samples, count if count is not None else -(-tokens // sequence_length))
+    return min(samples, -(-max(TOKENS_PER_HIDDEN * hidden, least_tokens) // sequence_length))
 
 
 def held_out_windows(count: int, samples: int, sequence_length: int) -> int:

@@ -18,7 +18,10 @@ TOKENS = torch.arange(6).reshape(2, 3)
 
 def fingerprint(tokens: torch.Tensor | None = TOKENS, files: Any = FILES, **fields: Any) -> dict[str, Any]:
     source, document = SimpleNamespace(config={"model_type": "llama"}), manifest(keep=0.5, **fields)
-    inputs: Any = SimpleNamespace(source=source, manifest=document, dtype_name="float32", geometry=llama())
+    passes = SimpleNamespace(gradient_samples=2 if document.methods[0].method == "loss_aware" else 0)
+    inputs: Any = SimpleNamespace(
+        source=source, manifest=document, dtype_name="float32", geometry=llama(), passes=passes
+    )
     return job_fingerprint(inputs, tokens, files)
 
 
@@ -59,3 +62,15 @@ def test_multiples_of_ranks_are_those_of_this_model() -> None:
     default, one, eight = (semantic["methods"] for semantic in manifests)
     assert default == one  # of a narrow model
     assert eight[0]["rank_multiple"] == 8
+
+
+@pytest.mark.parametrize(
+    ("method", "gradient", "kept"),
+    [("flat_llm", {}, 16_384), ("loss_aware", {}, 65_536), ("loss_aware", {"samples": 2}, 16_384)],
+)
+def test_the_least_tokens_of_gradients_count_where_they_matter(
+    method: str, gradient: dict[str, int], kept: int
+) -> None:
+    """Directories begun before it was a field have its former value."""
+    found = fingerprint(methods=[{"method": method}], calibration=text("a.txt", gradient=gradient))
+    assert found["manifest"]["calibration"]["gradient"]["least_tokens"] == kept

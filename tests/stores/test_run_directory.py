@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from manifests.calibration import FORMER_LEAST_TOKENS
 from manifests.entries import DenseEntry
 from manifests.errors import InputError
 from manifests.loading import parse_manifest
@@ -259,7 +260,7 @@ def semantic(quantize: dict[str, Any] | None = None, method: str = "flat_llm", *
 
 
 def test_a_field_that_an_older_version_did_not_know_counts_as_its_default(tmp_path: Path) -> None:
-    whole = semantic()
+    whole = semantic(gradient={"least_tokens": FORMER_LEAST_TOKENS})
     older = {**whole, "calibration": {name: v for name, v in whole["calibration"].items() if name != "gradient"}}
     assert older != whole
     run = RunDirectory(tmp_path / "run")
@@ -267,6 +268,7 @@ def test_a_field_that_an_older_version_did_not_know_counts_as_its_default(tmp_pa
     assert bound(run, {"manifest": older})
     assert not bound(run, {"manifest": whole})
     fill(run, "m")
+    assert "calibration.gradient.least_tokens: 16384 -> 65536" in refused(run, {"manifest": semantic()})
     assert "calibration.gradient.samples: null -> 3" in refused(run, {"manifest": semantic(gradient={"samples": 3})})
 
 

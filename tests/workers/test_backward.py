@@ -374,11 +374,11 @@ def test_samples_of_the_pass_are_spread_over_the_shards() -> None:
         assert sum(counts) == chosen
         assert max(counts) - min(counts) <= 2
     assert [gradient_count(shard, 2, 5, 5) for shard in range(2)] == [2, 3]
-    assert gradient_samples(None, 256, 2048, 4096) == 32
-    assert gradient_samples(None, 8, 2048, 4096) == 8
-    assert gradient_samples(None, 256, 2048, 129) == 8
-    assert gradient_samples(None, 256, 4096, 8192) == 32
-    assert gradient_samples(3, 256, 2048, 4096) == 3
+    assert gradient_samples(256, 2048, 4096, 16_384) == 32
+    assert gradient_samples(8, 2048, 4096, 16_384) == 8
+    assert gradient_samples(256, 2048, 129, 16_384) == 8
+    assert gradient_samples(256, 4096, 8192, 65_536) == 32
+    assert gradient_samples(256, 1024, 576, 65_536) == 64
 
 
 @pytest.mark.slow
