@@ -22,7 +22,7 @@ from pipeline.cost_model.memory import (
     solving_bytes,
     worker_peak,
 )
-from pipeline.cost_model.passes import planned_passes
+from pipeline.cost_model.passes import gradient_tokens, planned_passes
 from pipeline.cost_model.phases import PlannedPasses
 from pipeline.cost_model.reads import read_phases
 from pipeline.cost_model.refinement_work import settings_of
@@ -100,6 +100,9 @@ def make_plan(
     size = size or size_bound(manifest, geometry, tasks, source_bytes)
     host, device = _worker_bytes(manifest, geometry, tasks, passes, itemsize, activations, workers)
     reads = read_phases(manifest, geometry, tasks, size, source_bytes, passes)
+    models = _stored_models(manifest) * size.num_bytes
+    models += max(0, size.numbers * itemsize - size.num_bytes) if manifest.measures_unrounded else 0
+    inputs = gradient_tokens(manifest, geometry, tasks) * geometry.hidden * itemsize * geometry.num_layers
     forward, moments, solves = _flops(manifest, geometry, tasks, passes, tokens)
     return Plan(
         layers=geometry.num_layers,
@@ -118,8 +121,7 @@ def make_plan(
         run_dir_bytes=tokens * TOKEN_BYTES
         + _stored_states(manifest, workers) * activations
         + _stored_statistics(passes, statistics)
-        + _stored_models(manifest) * size.num_bytes
-        + (max(0, size.numbers * itemsize - size.num_bytes) if manifest.measures_unrounded else 0),
+        + max(models, inputs),  # of the backward pass, which ends before layers are solved
         output_bytes=size.num_bytes,
         output_bound=bound,
         expected_numbers=size.numbers,

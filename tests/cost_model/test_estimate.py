@@ -108,6 +108,18 @@ def test_the_plan_says_how_often_layers_are_gone_through() -> None:
     assert passes(**long) * once == pytest.approx(2.25 * 6 * 64 * 16_384 * (2 * LAYER + 2 * 64 * 16_384))
 
 
+def test_the_inputs_of_the_backward_pass_take_room() -> None:
+    """Of its samples, in all layers, before a compressed model is stored: the larger one counts."""
+
+    def run_dir(samples: int) -> int:
+        text = calibration(samples=2048, shards=64, propagate="dense", gradient={"samples": samples})
+        return plan_of(manifest({"method": "loss_aware"}, keep=0.8, calibration=text), llama()).run_dir_bytes
+
+    sample = 32 * 48 * 2 * 6
+    assert run_dir(2048) - run_dir(1024) == 1024 * sample
+    assert run_dir(2) == run_dir(1)
+
+
 def test_kept_statistics_take_room() -> None:
     def run_dir(keep: bool | None, propagate: str, allocation: str = "importance") -> int:
         methods = [{"method": "flat_llm", "allocation": allocation}]
