@@ -17,11 +17,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lamina.block_lamina import INPUT_NORM_ROLES, OUTPUT_NORM_ROLES
 from lamina.mixture_lamina import SHARED, passing
 from manifests.errors import NumericsError
+from pipeline.kernels.attention import deterministic_attention
 from pipeline.kernels.checks import all_finite
 from workers.tapped_layer import TappedLayer, overflow_advice
 from workers.wide_linear import widen_linears_
@@ -107,7 +107,7 @@ class DifferentiableLayer:
 
     def _forward(self, hidden_SD: Tensor) -> Tensor:
         angles = self.block.angles(hidden_SD.detach()[None].to(self.dtype))
-        with sdpa_kernel(SDPBackend.MATH):  # its backward pass is deterministic on every device
+        with deterministic_attention(self.block.device):
             output_1SD: Tensor = self.block.module(hidden_SD[None], position_embeddings=angles)
         return output_1SD[0]
 
@@ -217,7 +217,7 @@ class LayerGradients:
         return hidden_SD.detach().to(residual_dtype(self.layer.dtype))
 
     def _attended(self, hidden_SD: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.MATH):  # its backward pass is deterministic on every device
+        with deterministic_attention(self.block.device):
             angles = self.block.angles(hidden_SD.detach()[None].to(self.layer.dtype))
             stream_1SD: Tensor = self.module.attended(hidden_SD[None], angles)
         return stream_1SD[0]

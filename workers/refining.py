@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lamina.factored_lamina import stored_factors, stored_state
 from manifests.errors import NumericsError
 from manifests.method_entry import Refine as Settings
 from manifests.records import ArrayRecord, RefinedFigures, StagedLayer
 from pipeline.families.layer_geometry import LayerGeometry
+from pipeline.kernels.attention import deterministic_attention
 from pipeline.kernels.refinement import Trained, Training, held_out_samples, step_samples, train_, training_steps
 from pipeline.methods.method import Moment, Solution, Statistics, Task
 from pipeline.methods.moments import OUTPUT_GRADIENT
@@ -256,9 +256,7 @@ class TrainedLayer:
 
     def _forward(self, input_BSD: Tensor) -> Tensor:
         angles = self.block.angles(input_BSD.detach())
-        # Only backends whose backward pass is deterministic. A CPU's fused kernel is, because it computes by head.
-        fused = [SDPBackend.FLASH_ATTENTION] if self.block.device.type == "cpu" else []
-        with sdpa_kernel([*fused, SDPBackend.MATH]), self._computing():
+        with deterministic_attention(self.block.device), self._computing():
             output_BSD: Tensor = self.block.module(input_BSD, position_embeddings=angles)
         return output_BSD
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lamina.processor_lamina import product_dtype
 from manifests.schema import Manifest
 from pipeline.cost_model.rates import GIGA, Rates
 from pipeline.families.geometry import Geometry
+from pipeline.kernels.attention import deterministic_attention
 from pipeline.kernels.half_precision import linear
 
 PROBE_SECONDS = 0.15
@@ -199,7 +199,7 @@ class _Layer:
     def backward(self) -> Tensor:
         """Return the gradient at the inputs (B, S, D), in float32 as the residual stream of a backward pass."""
         inputs_BSD = self.inputs_BSD.float().requires_grad_()
-        with sdpa_kernel(SDPBackend.MATH):
+        with deterministic_attention(self.device):
             outputs_BSD = self._outputs(inputs_BSD)
         (gradient_BSD,) = torch.autograd.grad(outputs_BSD, inputs_BSD, torch.ones_like(outputs_BSD))
         return self._checked(gradient_BSD)
