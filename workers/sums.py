@@ -122,8 +122,7 @@ class _PassSums:
         costs as much for few tokens as for many.
         """
         if moment.kind == "gradient":
-            norms_G = sample_square_norms(values[0], moment.heads, moment.groups, moment.diagonal)
-            self.norms.setdefault(moment, []).append(norms_G)
+            self.norms.setdefault(moment, []).append(_norms(moment, values[0]))
         waiting = self.waiting.setdefault(moment, [])
         if not values[0].numel():
             return
@@ -169,6 +168,13 @@ class _PassSums:
         if moment.diagonal:
             return DiagonalSum(grid, moment.heads, self.device)
         return MomentSum(grid, moment.heads, self.device)
+
+
+def _norms(moment: Moment, values_SF: Tensor) -> Tensor:
+    """Return the squared norms (G,) of a sample's sums. Those of a diagonal moment, which nothing shrinks, are 0."""
+    if moment.diagonal:
+        return torch.zeros(moment.groups, dtype=torch.float64, device=values_SF.device)
+    return sample_square_norms(values_SF, moment.heads, moment.groups)
 
 
 class Squares:

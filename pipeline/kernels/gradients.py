@@ -14,11 +14,11 @@ _CHUNK = 512
 NUMBERS_AT_ONCE = 1 << 21  # of logits, of which copies are made
 
 
-def sample_square_norms(values_SF: Tensor, heads: int = 1, groups: int = 1, diagonal: bool = False) -> Tensor:
+def sample_square_norms(values_SF: Tensor, heads: int = 1, groups: int = 1) -> Tensor:
     """‖A‖²_F (G,) float64 of the second moments A = Σ_t g gᵀ of a sample's values (S, F), summed over a group's heads.
 
-    With `diagonal`, of the diagonal of A alone. The R × R product of the rows has the same norm; the smaller matrix is
-    computed, in float32. Raises ValueError on shapes that do not fit and on NaN or infinity.
+    The R × R product of the rows has the same norm; the smaller matrix is computed, in float32. Raises ValueError on
+    shapes that do not fit and on NaN or infinity.
     """
     shape = tuple(values_SF.shape)
     if values_SF.ndim != 2 or groups < 1 or heads % groups or shape[1] % heads:
@@ -28,9 +28,7 @@ def sample_square_norms(values_SF: Tensor, heads: int = 1, groups: int = 1, diag
         return torch.zeros(groups, dtype=torch.float64, device=values_SF.device)
     values_SGhd = values_SF.detach().reshape(shape[0], groups, heads // groups, -1)
     rows_GRd = (values_SGhd.permute(1, 0, 2, 3).reshape(groups, -1, shape[1] // heads) / peak).to(torch.float32)
-    if diagonal:
-        products = rows_GRd.square().sum(dim=1, dtype=torch.float64)
-    elif rows_GRd.shape[1] < rows_GRd.shape[2]:
+    if rows_GRd.shape[1] < rows_GRd.shape[2]:
         products = (rows_GRd @ rows_GRd.mT).to(torch.float64)
     else:
         products = (rows_GRd.mT @ rows_GRd).to(torch.float64)
