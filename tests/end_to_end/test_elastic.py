@@ -75,7 +75,11 @@ class Directed(RayPool):
 
 def three_join(pool: Directed) -> None:
     """Three nodes, and as many workers, asked for as an operator does it."""
-    assert "none of the 2 nodes has them" in str(why_unplaceable(Workers(cpus=64)))
+    deadline = time.monotonic() + WAIT_S
+    while (reason := why_unplaceable(Workers(cpus=64))) is None:  # until Ray's monitor has reported
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert "none of the 2 nodes has them" in reason
     for _ in range(3):
         pool.machines.append(pool.cluster.add_node(num_cpus=1, object_store_memory=OBJECTS))
     assert pipeline.scale.main([str(pool.run_dir), "--workers", "4"]) == 0
