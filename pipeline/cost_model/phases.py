@@ -219,8 +219,8 @@ def phase_seconds(work: LayerWork, rates: Rates, passes: PlannedPasses) -> dict[
         phases["curves"] = max(phases["curves"], layers * streamed_seconds(work, rates, passes))
     if work.rounding:
         phases["round"] = _spread([round_seconds(task, rates) for task in work.rounding], passes.workers)
-    if work.curves and work.rounding:
-        phases["curves"] += work.trials * phases["round"]
+        if work.curves:
+            phases["curves"] += work.trials * phases["round"]
     if work.correction_flops:
         seconds = correction_seconds(work, rates) * passes.rounds + pair_seconds(work, rates, passes)
         phases["correct"] = layers * seconds

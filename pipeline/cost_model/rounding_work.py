@@ -59,7 +59,7 @@ def rounding_work(
     searched = sum(SEARCHED_BYTES[kind] for kind in tables)
     kinds = len(quantize.kinds_of_levels)
     passes = kinds + TABLE_SWEEPS * len(tables) + quantize.polish * (kinds - len(tables))
-    works = []
+    works: list[RoundWork] = []
     for task in tasks:
         layer, cut = layers[task.layer], kept if task.method < len(manifest.methods) else 1.0
         rounded = {role for role in (*layer.matrices, *quantize.outer_roles) if not quantize.skips(role)}
@@ -68,17 +68,18 @@ def rounding_work(
         inputs = {moment.point for moment in task.moments if moment.point in points and moment.kind == "value"}
         numbers = sum(rows * columns for rows, columns in sizes)
         if fed and inputs and quantize.feedback == "both":
-            works.append((task.name, *_both_sides(sizes, kinds, passes - kinds, searched)))
+            works.append(RoundWork(task.name, *_both_sides(sizes, kinds, passes - kinds, searched)))
         elif fed and inputs:
             widths = {columns for _, columns in sizes}
             flops = sum(width**3 / 3 for width in widths)
             fed_flops = passes * float(sum(rows * columns**2 for rows, columns in sizes))
             steps = passes * sum(widths)
             moved = numbers * float(TRIED_BYTES + passes * FED_BYTES + searched)
-            works.append((task.name, flops, fed_flops, steps, moved))
+            works.append(RoundWork(task.name, flops, fed_flops, steps, moved))
         elif numbers:
-            works.append((task.name, 0.0, 0.0, 0, numbers * (TRIED_BYTES + SEARCHED_NEAREST * searched)))
-    return tuple(RoundWork(*work) for work in works)
+            moved = numbers * (TRIED_BYTES + SEARCHED_NEAREST * searched)
+            works.append(RoundWork(task.name, 0.0, 0.0, 0, moved))
+    return tuple(works)
 
 
 def trials(manifest: Manifest) -> int:

@@ -31,7 +31,7 @@ from pipeline.methods.registry import (
     predict_tasks,
     task_groups,
 )
-from pipeline.methods.work import LEAST_TRIED, REMOVED_SHARE, TRIED_SHARE, Work, moment_width
+from pipeline.methods.work import REMOVED_SHARE, Work, moment_width, tried_tokens
 from pipeline.units.sharding import GRID_TOKENS, held_out_windows, importance_shards
 
 # Bytes of device memory that are moved per number:
@@ -229,15 +229,12 @@ class _Busiest:
 
     def curves(self) -> tuple[Work, ...]:
         """Return the work of each task's curve, if it has one, with the solves that are rounded to choose bits."""
-        tokens = min(self.tokens, max(LEAST_TRIED, self.tokens // TRIED_SHARE))
-        curves = []
-        for task, group in self.tasks:
-            if task.name in self.predicted:
-                curve = curve_work(task, group, self.tokens)
-                for _ in range(SIZES_TRIED if trials(self.manifest) else 0):
-                    curve += solve_work(task, group, tokens, hinted=True)
-                curves.append(curve)
-        return tuple(curves)
+        sizes, tokens = SIZES_TRIED if trials(self.manifest) else 0, tried_tokens(self.tokens)
+        return tuple(
+            sum([solve_work(task, group, tokens, hinted=True)] * sizes, start=curve_work(task, group, self.tokens))
+            for task, group in self.tasks
+            if task.name in self.predicted
+        )
 
 
 def _busiest(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> _Busiest:

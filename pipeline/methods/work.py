@@ -64,6 +64,11 @@ class Work:
         return replace(self, **{count: getattr(self, count) + getattr(other, count) for count in COUNTS})
 
 
+def tried_tokens(sampled: int) -> int:
+    """Return on how many of a sample's tokens sizes are fitted that are only tried, to choose bits."""
+    return min(sampled, max(LEAST_TRIED, sampled // TRIED_SHARE))
+
+
 def moment_width(moment: Moment, layer: LayerGeometry) -> int:
     """Return the width of one head's moment, or of the whole one."""
     return layer.features(moment.point) // moment.heads

@@ -25,7 +25,7 @@ from pipeline.methods.method import Moment, Solution, Statistics
 from pipeline.methods.moments import input_moment, output_gradient, pull
 from pipeline.methods.rounded_size import INDEX_BITS, rounded_share, rounding_overhead
 from pipeline.methods.unchanged import BITS
-from pipeline.methods.work import LEAST_TRIED, TRIED_SHARE
+from pipeline.methods.work import tried_tokens
 from pipeline.ranks.curves import Point, from_columns, spread, to_columns, up_to_whole
 from pipeline.rounding.outputs import output_moments, outputs_moment
 from pipeline.rounding.solutions import (
@@ -127,7 +127,7 @@ def _with_smaller_samples(statistics: Statistics) -> Statistics:
 
     def part(values_1TF: Tensor) -> Tensor:
         tokens = values_1TF.shape[1]
-        places = evenly_spread(0, tokens, tokens, max(LEAST_TRIED, tokens // TRIED_SHARE))
+        places = evenly_spread(0, tokens, tokens, tried_tokens(tokens))
         return values_1TF[:, places.to(values_1TF.device)] if len(places) < tokens else values_1TF
 
     moments = {moment: part(sum_) if moment.kind == "sample" else sum_ for moment, sum_ in statistics.moments.items()}

@@ -148,7 +148,7 @@ def test_a_part_of_the_sample_predicts_the_losses_of_codes(monkeypatch: pytest.M
     curve = group.curve()
 
     def losses(least: int) -> dict[str, float]:
-        monkeypatch.setattr("pipeline.rounding.choices.LEAST_TRIED", least)
+        monkeypatch.setattr("pipeline.methods.work.LEAST_TRIED", least)
         return {str(point.ranks): point.loss for point in from_columns(with_bits(curve, group, QUANTIZE))}
 
     few, whole = losses(tokens // 4), losses(tokens)
