@@ -10,6 +10,9 @@ from pydantic import Field, field_validator, model_validator
 from manifests.blocks import Block, Count, Listed, Share
 from manifests.method_entry import MethodEntry, Refine
 
+Ridge = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+FORMER_RIDGES = [1e-3, 1e-4]  # of jobs begun before `correct_ridges` was a field
+
 
 class FlatLLMRanks(Block):
     """Fixed ranks, the same in every layer, instead of a budget."""
@@ -40,7 +43,7 @@ class FlatLLM(MethodEntry):
     weighting: Literal["none", "output", "loss"] = "output"
     selection: Literal["leverage", "eliminate"] = "eliminate"
     query_key: Literal["none", "head_pca"] = "none"
-    ridge: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1.0
+    ridge: Ridge = 1.0
     uniform: bool = False
     ranks: FlatLLMRanks | None = None
 
@@ -213,6 +216,8 @@ class LossAware(MethodEntry):
     """Low rank by gradients of the model's loss, docs/methods.md#loss-aware. Ranks always follow predicted loss.
 
     `correct: output` solves each layer on the outputs of the compressed layers before it, to compensate their error.
+    `correct_ridges` keep these fits near the weights before them: the penalties of a change, relative to the mean
+    square of the inputs, for what reads the residual stream and for what writes to it.
     `weighting: input` solves without gradients; the ranks still follow them. `widths`: the number of MLP widths that
     are compared. `factors: pivoted` stores rows of the matrix and the coefficients of the others; `plain`, two factors.
     `shapes`, of mixtures: `free` gives every expert its own width and ranks; `layer` and `stock` keep some experts, in
@@ -226,6 +231,7 @@ class LossAware(MethodEntry):
     mlp: bool = True
     factors: Literal["pivoted", "plain"] = "pivoted"
     correct: Literal["none", "output"] = "none"
+    correct_ridges: Annotated[tuple[Ridge, Ridge], Listed] = (0.1, 0.3)
     weighting: Literal["loss", "input"] = "loss"
     widths: Count = 8
     shapes: Literal["free", "layer", "stock"] = "free"

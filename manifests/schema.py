@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -18,7 +18,7 @@ from manifests.blocks import Block, Count, Listed, Location, Share
 from manifests.calibration import FORMER_LEAST_TOKENS, Calibration, Prefix, Text
 from manifests.fit import Fit
 from manifests.heal import Heal
-from manifests.methods import AnyMethod
+from manifests.methods import FORMER_RIDGES, AnyMethod
 from manifests.quantize import FORMER_CONSTANTS, Quantize
 
 MANIFEST_VERSION = 1
@@ -392,9 +392,9 @@ def completed(semantic: Any) -> Any:
     """Complete `Manifest.semantic` of an older version: missing fields get their defaults, ranks multiples of 1.
 
     `calibration.prefix` stays missing, because the samples of older versions had no prefix. Rounding with error
-    feedback and the backward pass get the constants that they had before these were fields, and `feedback: null` what
-    it meant before it could mean both sides. A value that no version of the schema can have written is returned
-    unchanged.
+    feedback, the backward pass and corrections get the constants that they had before these were fields, and
+    `feedback: null` what it meant before it could mean both sides. A value that no version of the schema can have
+    written is returned unchanged.
     """
     if not isinstance(semantic, Mapping):
         return semantic
@@ -405,6 +405,13 @@ def completed(semantic: Any) -> Any:
         fields["calibration"] = {**calibration, "text": {"files": ["-"]}, "gradient": gradient}
         if isinstance(quantize := fields.get("quantize"), Mapping) and quantize.get("feedback") is not False:
             fields["quantize"] = {**FORMER_CONSTANTS, **quantize, "feedback": quantize.get("feedback") or True}
+    if isinstance(methods := fields.get("methods"), Sequence):
+        fields["methods"] = [
+            {"correct_ridges": FORMER_RIDGES, **entry}
+            if isinstance(entry, Mapping) and entry.get("method") == "loss_aware"
+            else entry
+            for entry in methods
+        ]
     try:
         complete = Manifest.model_validate_json(json.dumps(fields)).semantic()
     except ValueError:

@@ -13,6 +13,7 @@ import torch
 
 from manifests import VERSION
 from manifests.calibration import FORMER_LEAST_TOKENS
+from manifests.methods import FORMER_RIDGES
 from manifests.records import SourceFile
 from pipeline.inputs.calibration import tokens_digest
 from pipeline.inputs.job_inputs import Inputs
@@ -43,8 +44,8 @@ def job_fingerprint(
 def semantic_fields(inputs: Inputs) -> dict[str, Any]:
     """Return the manifest's fields that determine bytes, with the multiple of ranks for this model.
 
-    `gradient.least_tokens` has its former value if it does not matter, so that directories begun before it was a field
-    go on.
+    `gradient.least_tokens` and `correct_ridges` have their former values where they do not matter, so that directories
+    begun before they were fields go on.
     """
     manifest, fields = inputs.manifest, inputs.manifest.semantic()
     if (calibration := manifest.calibration) and (calibration.gradient.samples or not inputs.passes.gradient_samples):
@@ -52,4 +53,6 @@ def semantic_fields(inputs: Inputs) -> dict[str, Any]:
     for entry, field in zip(manifest.methods, fields["methods"], strict=True):
         stepped = entry.in_steps_of(manifest.rank_multiple)
         field["rank_multiple"] = stepped.deciding_multiple(inputs.geometry.hidden)
+        if field.get("correct") == "none":
+            field["correct_ridges"] = FORMER_RIDGES
     return fields

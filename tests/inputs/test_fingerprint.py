@@ -64,6 +64,13 @@ def test_multiples_of_ranks_are_those_of_this_model() -> None:
     assert eight[0]["rank_multiple"] == 8
 
 
+@pytest.mark.parametrize(("correct", "kept"), [("none", [1e-3, 1e-4]), ("output", [0.1, 0.3])])
+def test_ridges_count_where_something_is_corrected(correct: str, kept: list[float]) -> None:
+    """Directories begun before they were a field have their former values."""
+    found = fingerprint(methods=[{"method": "loss_aware", "correct": correct}], calibration=text("a.txt"))
+    assert found["manifest"]["methods"][0]["correct_ridges"] == kept
+
+
 @pytest.mark.parametrize(
     ("method", "gradient", "kept"),
     [("flat_llm", {}, 16_384), ("loss_aware", {}, 65_536), ("loss_aware", {"samples": 2}, 16_384)],

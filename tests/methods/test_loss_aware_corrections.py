@@ -16,7 +16,7 @@ from pipeline.methods.base import Group
 from pipeline.methods.loss_aware.attention import Values
 from pipeline.methods.loss_aware.mlp import MLP
 from pipeline.methods.loss_aware.mlp_solver import Solver
-from pipeline.methods.loss_aware.pairs import READERS_RIDGE, WRITERS_RIDGE, carry, complete
+from pipeline.methods.loss_aware.pairs import carry, complete
 from pipeline.methods.method import Moment, Ranks, Solution, Statistics
 from pipeline.methods.moments import pair
 from pipeline.ranks.curves import from_columns
@@ -24,7 +24,7 @@ from tests.methods.loss_aware_weights import make_statistics, make_weights, rebu
 from tests.methods.test_loss_aware import GEOMETRIES, group_of, method_of
 from tests.tensors import randn
 
-TOKENS = 40
+TOKENS, RIDGE = 40, 0.3
 UP = Matrix("up", 5, 8, True, "mlp.in", "down.in")
 NAMES = ("query_key", "attention", "mlp")
 
@@ -47,10 +47,10 @@ def ridged(values_TF: Tensor, targets_TE: Tensor, ridge: float) -> Tensor:
 def test_readers_read_what_the_dense_input_gave() -> None:
     packed_TD, dense_TD, weight_mD = randn(TOKENS, 8), randn(TOKENS, 8) + 0.5 * randn(TOKENS, 8), randn(5, 8)
     found = with_pair(packed_TD, dense_TD - packed_TD, pair("mlp.in"))
-    moved = carry(found, pair("mlp.in"), {"up.weight": weight_mD, "up.bias": randn(5)}, (UP,))
+    moved = carry(found, pair("mlp.in"), {"up.weight": weight_mD, "up.bias": randn(5)}, (UP,), RIDGE)
     # of least ‖W a_d − W' a_c‖² + λ‖W' − W‖²
     missing_Tm = (dense_TD - packed_TD) @ weight_mD.T
-    torch.testing.assert_close(moved.weights["up.weight"], weight_mD + ridged(packed_TD, missing_Tm, READERS_RIDGE))
+    torch.testing.assert_close(moved.weights["up.weight"], weight_mD + ridged(packed_TD, missing_Tm, RIDGE))
     torch.testing.assert_close(moved.weights["up.weight"], weight_mD @ moved.transfer)
     torch.testing.assert_close(moved.moment, packed_TD.T @ packed_TD / TOKENS)
     assert torch.equal(moved.weights["up.bias"], randn(5))
@@ -58,17 +58,19 @@ def test_readers_read_what_the_dense_input_gave() -> None:
 
 def test_writers_add_what_is_missing() -> None:
     values_TF, errors_TD, weight_DF = randn(TOKENS, 6), randn(TOKENS, 9), randn(9, 6)
-    found = complete(with_pair(values_TF, errors_TD, pair("o.in")), pair("o.in"), weight_DF)
-    torch.testing.assert_close(found.weight, weight_DF + ridged(values_TF, errors_TD, WRITERS_RIDGE))
+    found = complete(with_pair(values_TF, errors_TD, pair("o.in")), pair("o.in"), weight_DF, RIDGE)
+    torch.testing.assert_close(found.weight, weight_DF + ridged(values_TF, errors_TD, RIDGE))
     torch.testing.assert_close(found.moment, values_TF.T @ values_TF / TOKENS)
 
 
 def test_nothing_missing_changes_no_bit() -> None:
     values_TF, weight_DF = randn(TOKENS, 6), randn(9, 6)
     nothing = with_pair(values_TF, torch.zeros(TOKENS, 9, dtype=torch.float64), pair("o.in"))
-    assert torch.equal(complete(nothing, pair("o.in"), weight_DF).weight, weight_DF)
+    assert torch.equal(complete(nothing, pair("o.in"), weight_DF, RIDGE).weight, weight_DF)
     same = with_pair(values_TF, torch.zeros(TOKENS, 6, dtype=torch.float64), pair("mlp.in"))
-    assert torch.equal(carry(same, pair("mlp.in"), {"up.weight": weight_DF}, (UP,)).weights["up.weight"], weight_DF)
+    assert torch.equal(
+        carry(same, pair("mlp.in"), {"up.weight": weight_DF}, (UP,), RIDGE).weights["up.weight"], weight_DF
+    )
 
 
 def corrected(
@@ -112,7 +114,7 @@ def read_at(
 @pytest.mark.parametrize("geometry", ["gqa", "biased", "opt", "gptj", "wide-heads"])
 @pytest.mark.parametrize("entry", [{}, pytest.param({"factors": "plain"}, marks=pytest.mark.slow)])
 def test_behind_dense_layers_it_is_the_plain_solution(geometry: str, name: str, entry: dict[str, Any]) -> None:
-    """Without the second fit of down on a sample, which has no part in it."""
+    """Without a sample, which gives the moment of down's inputs a second value."""
     where, method = GEOMETRIES[geometry], method_of(correct="output", **entry)
     group = group_of(method, where, name)
     weights, statistics = make_weights(where, group.roles), make_statistics(where, group)
@@ -127,6 +129,27 @@ def test_behind_dense_layers_it_is_the_plain_solution(geometry: str, name: str, 
         ours, theirs = rebuild(found, where, weights), rebuild(plain, where, weights)
         for role in theirs:
             torch.testing.assert_close(ours[role], theirs[role].double(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("geometry", ["gqa", "gptj"])
+def test_down_is_fitted_on_the_sample_before_it_is_corrected(geometry: str) -> None:
+    """A correction stays near what it begins with, which has to be as good as the plain solution."""
+    where, method = GEOMETRIES[geometry], method_of(correct="output")
+    group = group_of(method, where, "mlp")
+    assert isinstance(group, MLP)
+    weights, statistics = make_weights(where, group.roles), make_statistics(where, group)
+    ranks = {"width": group.mlp.width, group.mlp.reader_group: 2}
+    ranks[group.mlp.writer_group] = group.writer_stack(group.mlp.width).full
+    read = group.corrections[0]
+    own_DD = read_at(read.point, where, group, weights, statistics, ranks)
+    whole_PD = torch.cat((own_DD, torch.zeros_like(own_DD))) * statistics.tokens
+    known = replace(statistics, moments={**statistics.moments, read: whole_PD[None]})
+    plain = group.with_data(weights, statistics).solve(ranks)
+    found = group.with_data(weights, known).correct(ranks, {})
+    assert found.report["refit_tokens"] == plain.report["refit_tokens"] > 0
+    ours, theirs = rebuild(found, where, weights), rebuild(plain, where, weights)
+    for role in theirs:
+        torch.testing.assert_close(ours[role], theirs[role].double(), rtol=1e-6, atol=1e-6)
 
 
 def test_pairs_are_asked_for_in_the_order_of_the_layer() -> None:

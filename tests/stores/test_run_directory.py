@@ -251,10 +251,12 @@ def test_killed_anywhere_starting_over(killed_anywhere: KilledAnywhere) -> None:
     assert list(dict.fromkeys(owners)) == [0, 1]
 
 
-def semantic(quantize: dict[str, Any] | None = None, method: str = "flat_llm", **calibration: Any) -> dict[str, Any]:
+def semantic(
+    quantize: dict[str, Any] | None = None, method: dict[str, Any] | None = None, **calibration: Any
+) -> dict[str, Any]:
     text = {"text": {"files": ["a.txt"]}, "samples": 20}
     document = {"version": 1, "model": {"source": "m"}, "output": "o", "run_dir": "r", "budget": {"keep": 0.5}}
-    document |= {"methods": [{"method": method}], "quantize": quantize}
+    document |= {"methods": [method or {"method": "flat_llm"}], "quantize": quantize}
     found = parse_manifest({**document, "calibration": {**text, **calibration}}).semantic()
     return {**found, "methods": [{**found["methods"][0], "rank_multiple": 1}]}  # as a fingerprint has it
 
@@ -270,6 +272,20 @@ def test_a_field_that_an_older_version_did_not_know_counts_as_its_default(tmp_pa
     fill(run, "m")
     assert "calibration.gradient.least_tokens: 16384 -> 65536" in refused(run, {"manifest": semantic()})
     assert "calibration.gradient.samples: null -> 3" in refused(run, {"manifest": semantic(gradient={"samples": 3})})
+
+
+def test_ridges_of_an_older_version_are_those_that_it_had(tmp_path: Path) -> None:
+    def corrected(**fields: Any) -> dict[str, Any]:
+        return semantic(method={"method": "loss_aware", "correct": "output", **fields})
+
+    older = corrected()
+    del older["methods"][0]["correct_ridges"]
+    run = RunDirectory(tmp_path / "run")
+    run.prepare()
+    assert bound(run, {"manifest": older})
+    assert not bound(run, {"manifest": corrected(correct_ridges=[1e-3, 1e-4])})
+    fill(run, "m")
+    assert "methods.0.correct_ridges: [0.001, 0.0001] -> [0.1, 0.3]" in refused(run, {"manifest": corrected()})
 
 
 def test_ranks_of_an_older_version_are_multiples_of_one(tmp_path: Path) -> None:
@@ -311,13 +327,13 @@ def test_rounding_of_an_older_version_keeps_its_constants(tmp_path: Path, feedba
 
 def test_null_feedback_of_an_older_version_is_one_sided(tmp_path: Path) -> None:
     """It could not mean both sides then."""
-    whole = semantic({"bits": 4}, "loss_aware")
+    whole = semantic({"bits": 4}, {"method": "loss_aware"})
     assert whole["quantize"]["feedback"] == "both"
     older = {**whole, "quantize": {**whole["quantize"], "feedback": None}}
     run = RunDirectory(tmp_path / "run")
     run.prepare()
     assert bound(run, {"manifest": older})
-    assert not bound(run, {"manifest": semantic({"bits": 4, "feedback": True}, "loss_aware")})
+    assert not bound(run, {"manifest": semantic({"bits": 4, "feedback": True}, {"method": "loss_aware"})})
     fill(run, "m")
     refusal = refused(run, {"manifest": whole})
     assert 'quantize.feedback: true -> "both"' in refusal

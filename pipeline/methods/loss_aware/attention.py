@@ -227,11 +227,11 @@ class Values(HeadValues):
 
     def correct(self, ranks: Ranks, before: Weights) -> Solution:
         """Apply the correction of the pair at v's input, with o at full rank, or else the one at o's input."""
-        read, written = self.corrections
+        (read, written), (readers, writers) = self.corrections, self.entry.correct_ridges
         if read in self.statistics.moments:
-            moved = carry(self.statistics, read, self.weights, (self.block.value,))
+            moved = carry(self.statistics, read, self.weights, (self.block.value,), readers)
             return replace(self, weights=moved.weights).based(ranks[VALUE])[1]
-        completed = complete(self.statistics, written, before[self.block.writer.weight_key])
+        completed = complete(self.statistics, written, before[self.block.writer.weight_key], writers)
         cut = self.cut(completed.weight, completed.moment, ranks)
         return Solution({**cut.tensors, **biases_of(self.weights, (self.block.writer,))}, cut.forms)
 

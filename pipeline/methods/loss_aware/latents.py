@@ -129,7 +129,8 @@ class NarrowLatent(Stacked):
 
     def carried(self) -> Self:
         """Return the group with its writer fitted to the compressed model's inputs."""
-        moved = carry(self.statistics, self.corrections[0], self.weights, (self.latent.writer,))
+        readers, _ = self.entry.correct_ridges
+        moved = carry(self.statistics, self.corrections[0], self.weights, (self.latent.writer,), readers)
         return replace(self, weights=moved.weights)
 
     def narrowed(self, rank: int, values: int | None = None) -> Solution:
@@ -242,7 +243,7 @@ class LatentValues(NarrowLatent, HeadValues):
         read, mixed = self.corrections
         if read in self.statistics.moments:
             return self.carried().solve({**ranks, self.output_rank: self.output_stack(ranks[VALUE]).full})
-        completed = complete(self.statistics, mixed, before[self.block.writer.weight_key])
+        completed = complete(self.statistics, mixed, before[self.block.writer.weight_key], self.entry.correct_ridges[1])
         cut = self.cut(completed.weight, completed.moment, ranks)
         return Solution({**cut.tensors, **biases_of(self.weights, (self.block.writer,))}, cut.forms)
 

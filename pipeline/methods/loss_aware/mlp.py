@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -165,33 +165,43 @@ class MLP(Sizes):
             return self.dense()
         kept = solver.kept(width)
         read = solver.read(kept, ranks)
-        refit_Dk, report = solver.refit(kept)
-        moment_kk = solver.moment(kept)
-        if ranks[block.reader_group] < full_rank and solver.has_tokens_for(width):
-            on_sample = solver.refit_on_sample(kept, ranks[block.reader_group])
-            refit_Dk, moment_kk = on_sample.weight, on_sample.moment
-            report = {**report, "refit_tokens": solver.fitted_tokens(width)}
+        refit_Dk, moment_kk, report = self._refit(solver, kept, ranks)
         written = solver.written(refit_Dk, moment_kk, ranks)
         inputs, outputs = {block.writer.role: lambda: moment_kk}, dict.fromkeys(roles_of(block.readers), kept)
         return Solution({**read.tensors, **written.tensors}, read.forms | written.forms, report, inputs, outputs)
 
+    def _refit(self, solver: Solver, kept_k: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Return the writer fitted to the dense MLP's outputs, the moment of its inputs, and figures for the report."""
+        refit_Dk, report = solver.refit(kept_k)
+        cut = ranks[self.mlp.reader_group] < self.reader_stack(ranks[WIDTH]).full
+        if not (cut and solver.has_tokens_for(ranks[WIDTH])):
+            return refit_Dk, solver.moment(kept_k), report
+        on_sample = solver.refit_on_sample(kept_k, ranks[self.mlp.reader_group])
+        return on_sample.weight, on_sample.moment, {**report, "refit_tokens": solver.fitted_tokens(ranks[WIDTH])}
+
     def correct(self, ranks: Ranks, before: Weights) -> Solution:
         """Apply the correction of the pair at the readers, with the writer at full rank, or else the one at the
-        writer."""
+        writer.
+
+        The writer is first fitted on the dense model's inputs, as without corrections. Readers that are fitted to the
+        compressed inputs give it about the same channels.
+        """
         block, (read_pair, written_pair) = self.mlp, self.corrections
+        readers, writers = self.entry.correct_ridges
         if read_pair not in self.statistics.moments:
             solver = Solver(self, ranks[WIDTH])
             others_kk = solver.others_moment(ranks[WIDTH])
-            completed = complete(self.statistics, written_pair, before[block.writer.weight_key], others_kk)
+            completed = complete(self.statistics, written_pair, before[block.writer.weight_key], writers, others_kk)
             return solver.written(completed.weight, completed.moment, ranks)
-        moved = carry(self.statistics, read_pair, self.weights, block.readers)
+        dense = Solver(self, ranks[WIDTH])
+        kept = dense.kept(ranks[WIDTH])
+        refit_Dk, moment_kk, report = self._refit(dense, kept, ranks)
+        moved = carry(self.statistics, read_pair, self.weights, block.readers, readers)
         statistics = self.statistics.with_mean(input_moment(block.readers[0]), moved.moment[None])
         solver = Solver(self.with_data(moved.weights, statistics), ranks[WIDTH])
-        kept = solver.kept(ranks[WIDTH])
         read = solver.read(kept, ranks)
-        refit_Dk, report = solver.refit(kept)
         full = {**ranks, block.writer_group: self.writer_stack(ranks[WIDTH]).full}
-        written = solver.written(refit_Dk, solver.moment(kept), full)
+        written = solver.written(refit_Dk, moment_kk, full)
         return Solution({**read.tensors, **written.tensors}, read.forms | written.forms, report)
 
     # -- work --------------------------------------------------------------------------------------------------------

@@ -62,7 +62,8 @@ class QueryKey(Stacked):
 
     def correct(self, ranks: Ranks, before: Weights) -> Solution:
         """Fit the stack to the compressed model's inputs, and cut it to its rank."""
-        moved = carry(self.statistics, self.corrections[0], self.weights, self.geometry.attention.query_key)
+        readers, _ = self.entry.correct_ridges
+        moved = carry(self.statistics, self.corrections[0], self.weights, self.geometry.attention.query_key, readers)
         if ranks[NAME] >= self.whole.full:
             return Solution(moved.weights, {})
         if self.by_loss:
