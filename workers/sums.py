@@ -8,7 +8,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from pipeline.kernels.exact_pairs import PairSum, choose_pair_grid
 from pipeline.kernels.exact_sums import DiagonalSum, Grid, MomentSum, choose_grid, product_tokens, sample_squares
 from pipeline.kernels.gradients import sample_square_norms
 from pipeline.methods.method import Moment
+from pipeline.methods.products import summing
 from pipeline.units.sums import SUMMED, Collect, CollectDone
 from pipeline.units.units import Summable
 from workers.tapped_layer import Taps, overflow_advice
@@ -150,10 +151,12 @@ class _PassSums:
         if not parts:
             return
         total = self.sum_of(moment)
-        if isinstance(total, PairSum):
-            total.add_(*((values, errors) for values, errors in parts))
-        else:
-            total.add_(*(values for (values,) in parts))
+        dtype = reduce(torch.promote_types, (values.dtype for part in parts for values in part))
+        with summing(dtype, self.device):
+            if isinstance(total, PairSum):
+                total.add_(*((values, errors) for values, errors in parts))
+            else:
+                total.add_(*(values for (values,) in parts))
 
     def sum_of(self, moment: Moment) -> MomentSum | DiagonalSum | PairSum:
         """Return the sum of a moment, which is zero if no token has passed its point yet."""

@@ -38,7 +38,7 @@ from pipeline.methods.loss_aware.mlp_sample import BATCH, Sample, probe_tokens, 
 from pipeline.methods.loss_aware.mlp_sizes import Sizes, decode_kept
 from pipeline.methods.method import Ranks, Solution
 from pipeline.methods.moments import factored_mean, input_moment, output_gradient
-from pipeline.methods.products import passed
+from pipeline.methods.products import passed, summing
 from pipeline.methods.tensors import biases_of, channel_priority
 from pipeline.methods.work import FIT_TOKENS, PROBE_OUTPUTS, PROBES
 
@@ -269,7 +269,9 @@ class Solver:
                 part = part.at(chosen.to(part.inputs.device))
                 yield self._targets(start, tokens, part), self._hidden(part, cut)
 
-        on_sample = refit(pairs(), self.refit(kept_k)[0])
+        start_Dk = self.refit(kept_k)[0]
+        with summing(self.sample.inputs.dtype, start_Dk.device):
+            on_sample = refit(pairs(), start_Dk)
         if self.sample.weights is None:
             return on_sample
         return Refit(on_sample.weight, on_sample.moment * self.sample.share)
