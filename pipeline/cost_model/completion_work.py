@@ -11,7 +11,6 @@ from pipeline.families.blocks import MLPBlock
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.routing import OTHERS
 from pipeline.methods.experts.completing import samples_of_others
-from pipeline.methods.experts.method import routed
 from pipeline.methods.method import Task
 from pipeline.methods.moments import input_moment
 
@@ -27,7 +26,9 @@ def without_others(task: Task, layer: LayerGeometry) -> Task:
 
 def completed_experts(task: Task, layer: LayerGeometry) -> list[MLPBlock]:
     """Return the experts of a task whose moments are completed if they have few tokens."""
-    return [block for block in routed(layer) if input_moment(block.writer) in task.moments]
+    at = layer.expert_at
+    blocks = (at[moment.point] for moment in task.moments if moment.point in at)
+    return [block for block in dict.fromkeys(blocks) if input_moment(block.writer) in task.moments]
 
 
 def completion_flops(task: Task, layer: LayerGeometry, tokens: int) -> float:
@@ -36,7 +37,7 @@ def completion_flops(task: Task, layer: LayerGeometry, tokens: int) -> float:
     for block in completed_experts(task, layer):
         if tokens * block.share < block.width:
             others = min(tokens, OTHERS * block.width)
-            per_token = 2.0 * layer.hidden * (2 * block.width * len(block.readers) + len(routed(layer)))
+            per_token = 2.0 * layer.hidden * (2 * block.width * len(block.readers) + len(layer.experts))
             flops += others * (per_token + 2.0 * block.width**2)
     return flops
 
@@ -45,7 +46,7 @@ def completion_bytes(task: Task, layer: LayerGeometry) -> int:
     """Return the memory of completing one expert's moments, besides the sample: inputs, values and the router's."""
     return max(
         (
-            OTHERS * block.width * (8 * VALUES * block.width + 8 * layer.hidden + 4 * ROUTED * len(routed(layer)))
+            OTHERS * block.width * (8 * VALUES * block.width + 8 * layer.hidden + 4 * ROUTED * len(layer.experts))
             for block in completed_experts(task, layer)
         ),
         default=0,

@@ -23,6 +23,8 @@ from pipeline.cost_model.rates import GIGA, Rates
 from pipeline.families.geometry import Geometry
 from pipeline.kernels.attention import deterministic_attention
 from pipeline.kernels.half_precision import linear
+from pipeline.kernels.moments import batched_product
+from pipeline.methods.products import summing
 
 PROBE_SECONDS = 0.15
 LARGEST_HIDDEN = {"cpu": 2048, "cuda": 8192}  # the widest measured layer; wider ones have the same rate
@@ -157,13 +159,14 @@ def _link_rate(device: torch.device) -> float:
 
 
 def _moment_rate(device: torch.device, dtype: torch.dtype, shape: ProbedShape) -> float:
-    """Measure operations per second of Xᵀ X in float32, from half-precision numbers on a GPU."""
+    """Measure operations per second of Xᵀ X in float32, as the device sums half-precision numbers fastest."""
     tokens = MOMENT_TOKENS[device.type]
     exact = device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
     values_TF = torch.ones(1, tokens, shape.intermediate, dtype=dtype if exact else torch.float, device=device)
 
     def product() -> Tensor:
-        return torch.bmm(values_TF.mT, values_TF, torch.float) if exact else torch.bmm(values_TF.mT, values_TF)
+        with summing(dtype, device):
+            return batched_product(values_TF.mT, values_TF, torch.float)
 
     seconds = _seconds(product, device)
     return 2 * tokens * shape.intermediate**2 / seconds

@@ -176,9 +176,20 @@ class LayerGeometry:
         return tuple(dict.fromkeys(matrix.reads for matrix in self.matrices.values()))
 
     @cached_property
+    def experts(self) -> tuple[MLPBlock, ...]:
+        """Return the blocks of routed experts; empty for a dense MLP."""
+        return tuple(block for block in self.mlps if block.roles[0] in self.routed_roles)
+
+    @cached_property
     def expert_points(self) -> tuple[str, ...]:
         """Return the points that the writers of routed experts read; empty for a dense MLP."""
-        return tuple(block.writer.reads for block in self.mlps if block.roles[0] in self.routed_roles)
+        return tuple(block.writer.reads for block in self.experts)
+
+    @cached_property
+    def expert_at(self) -> Mapping[str, MLPBlock]:
+        """Map each point that the tokens of a single expert pass to its block."""
+        inputs = {block.readers[0].reads: block for block in self.experts if block.weighed}
+        return inputs | {block.writer.reads: block for block in self.experts}
 
     @property
     def corrected_points(self) -> tuple[tuple[str, ...], ...]:

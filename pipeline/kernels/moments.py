@@ -137,7 +137,7 @@ def bfloat16_factors() -> Iterator[None]:
 
     Factors that bfloat16 represents stay exact. The setting is one of the whole process.
     """
-    matmul = torch.backends.mkldnn.matmul
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # torch sets it at import
     before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
     try:
         yield

@@ -88,18 +88,27 @@ def _large_volume(basis_mt: Tensor) -> tuple[Tensor, Tensor]:
     device = basis_mt.device
     if rank == 0:
         return torch.zeros(0, dtype=torch.int64, device=device), basis_mt
-    permutation: Tensor = torch.linalg.lu(basis_mt)[0]
-    rows_t = permutation.argmax(dim=0)[:rank]
+    rows_t = _pivots(basis_mt)
     coefficients_mt = torch.linalg.solve(basis_mt[rows_t], basis_mt, left=False)
     for _ in range(4 * outputs):  # each swap multiplies the volume by more than 1.1: far fewer are needed
-        place = int(coefficients_mt.abs().argmax())
-        row, column = divmod(place, rank)
+        highest_m, lowest_m = coefficients_mt.amax(dim=1), coefficients_mt.amin(dim=1)  # abs() would copy the matrix
+        row = int(torch.maximum(highest_m, -lowest_m).argmax())
+        column = int(coefficients_mt[row].abs().argmax())
         if abs(float(coefficients_mt[row, column])) <= _LARGEST:
             break
         pivot = coefficients_mt[row, column].clone()
         change_t = coefficients_mt[row].clone()
         change_t[column] -= 1.0
-        coefficients_mt = torch.addr(coefficients_mt, coefficients_mt[:, column] / pivot, change_t, alpha=-1.0)
+        coefficients_mt.addr_(coefficients_mt[:, column] / pivot, change_t, alpha=-1.0)
         rows_t[column] = row
     # Solved again from the basis: swaps accumulate rounding.
     return rows_t, torch.linalg.solve(basis_mt[rows_t], basis_mt, left=False)
+
+
+def _pivots(basis_mt: Tensor) -> Tensor:
+    """Return the rows (t,) that partial pivoting picks. The permutation matrix of `torch.linalg.lu` would be (m, m)."""
+    swaps_t = torch.linalg.lu_factor(basis_mt).pivots.tolist()
+    order_m = [*range(len(basis_mt))]
+    for place, other in enumerate(swaps_t):
+        order_m[place], order_m[other - 1] = order_m[other - 1], order_m[place]
+    return torch.tensor(order_m[: len(swaps_t)], device=basis_mt.device)

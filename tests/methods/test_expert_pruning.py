@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.families.registry import geometry_of, standard_config
-from pipeline.methods.experts.method import routed, sampled
+from pipeline.methods.experts.method import sampled
 from pipeline.methods.experts.scores import SALIENCY_BY_EXPERT, TOKENS_BY_EXPERT
 from pipeline.methods.experts.shapes import EXPERTS
 from pipeline.methods.experts.solutions import sample_of
@@ -31,16 +31,16 @@ def solve(entry: dict[str, object], count: int) -> Solution:
     weights = {key: tensor * (1e-3 if key.startswith("experts.0.") else 1.0) for key, tensor in weights.items()}
     inputs_TD = torch.randn(TOKENS, LAYER.hidden, generator=source, dtype=torch.float64)
     inputs_TD[:, 0] = inputs_TD[:, 0].abs()
-    experts = len(routed(LAYER))
+    experts = len(LAYER.experts)
     weights["router.weight"][:, 0] = torch.linspace(0.0, 3.0, experts, dtype=torch.float64)
-    statistics = Statistics({sample_of(routed(LAYER), sampled(LAYER)): inputs_TD[None]}, TOKENS)
+    statistics = Statistics({sample_of(LAYER.experts, sampled(LAYER)): inputs_TD[None]}, TOKENS)
     return group.with_data(weights, statistics).solve({EXPERTS: count})
 
 
 def test_one_group_of_each_mixture_and_one_number_for_all() -> None:
     (method,) = build_methods(manifest({"method": "reap"}))
     assert [(group.layer, group.name) for group in method.claims(GEOMETRY)] == [(0, EXPERTS), (1, EXPERTS)]
-    experts = len(routed(LAYER))
+    experts = len(LAYER.experts)
     assert {variable.cap for variable in method.rank_variables(GEOMETRY)} == {experts}
     assert set(method.target_ranks(GEOMETRY, 0.5, None).values()) == {0.5 * experts}  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no chosen layer has a mixture"):
@@ -51,7 +51,7 @@ def test_one_group_of_each_mixture_and_one_number_for_all() -> None:
     ("entry", "field"), [({"method": "reap"}, SALIENCY_BY_EXPERT), ({"method": "frequency"}, TOKENS_BY_EXPERT)]
 )
 def test_the_experts_of_highest_score_stay(entry: dict[str, object], field: str) -> None:
-    experts = len(routed(LAYER))
+    experts = len(LAYER.experts)
     solution = solve(entry, experts - 1)
     scores = solution.report[field]
     gone = {*range(experts)} - {*solution.report["experts"]}
@@ -63,4 +63,4 @@ def test_the_experts_of_highest_score_stay(entry: dict[str, object], field: str)
 
 @pytest.mark.parametrize("method", ["reap", "frequency", "merge_experts"])
 def test_all_experts_are_the_dense_ones(method: str) -> None:
-    assert solve({"method": method}, len(routed(LAYER))).report == {"dense": True}
+    assert solve({"method": method}, len(LAYER.experts)).report == {"dense": True}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.methods.experts.method import ROUTER, routed
+from pipeline.methods.experts.method import ROUTER
 from pipeline.units.units import Write
 from tests import factories
 from tests.workers import bench
@@ -75,7 +75,7 @@ def test_a_group_has_the_weights_of_the_source(family: str, tmp_path: Path) -> N
     source = factories.make_model(tmp_path / "source", family)
     setup = bench.make_setup(source, tmp_path / "run", experts=2)
     geometry = setup.geometry.layers[1]
-    roles = (*(role for block in routed(geometry) for role in block.roles), ROUTER)
+    roles = (*(role for block in geometry.experts for role in block.roles), ROUTER)
     if family == "gpt_oss":
         from pipeline.families.fused import fused_tensors
 
@@ -95,7 +95,7 @@ def test_written_tensors_are_factors_and_copies_each_fetched_alone(tmp_path: Pat
     source = factories.make_model(tmp_path / "source", "qwen3_moe")
     setup, transfer = bench.make_setup(source, tmp_path / "run"), LocalTransfer()
     geometry = setup.geometry.layers[0]
-    roles = routed(geometry)[0].roles
+    roles = geometry.experts[0].roles
     names = [geometry.tensors([role])[f"{role}.weight"][0] for role in roles]
     handles = tuple(transfer.put({name: torch.full((1,), float(place))}) for place, name in enumerate(names))
     tensors = WrittenTensors(Write(0, handles, roles, {}), setup, transfer)

@@ -19,7 +19,7 @@ from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.refit import evenly_spread
 from pipeline.kernels.routing import OTHERS
-from pipeline.methods.experts.method import ROUTER, ROUTER_BIAS, mixture_of, routed
+from pipeline.methods.experts.method import ROUTER, ROUTER_BIAS, mixture_of
 from pipeline.methods.experts.mixture import Mixture, read_by
 from pipeline.methods.method import Moment, OtherInputs, Statistics, Task, Weights
 from pipeline.methods.moments import input_moment, output_gradient, pull
@@ -37,7 +37,15 @@ def sample_of_others(block: MLPBlock) -> Moment:
 
 def samples_of_others(layer: LayerGeometry) -> set[Moment]:
     """Return these samples of a layer, which only complete moments."""
-    return {sample_of_others(block) for block in routed(layer)}
+    unlike = {(block.passing, block.width): block for block in layer.experts}
+    return {sample_of_others(block) for block in unlike.values()}
+
+
+def own_experts(task: Task, layer: LayerGeometry) -> list[MLPBlock]:
+    """Return the experts of whose own tokens a task has moments, in the layer's order."""
+    at = layer.expert_at
+    of = {at[moment.point].name for moment in task.moments if moment.point in at and moment in _own(at[moment.point])}
+    return [block for block in layer.experts if block.name in of] if of else []
 
 
 def with_samples(tasks: Sequence[Task], geometry: Geometry) -> tuple[Task, ...]:
@@ -46,7 +54,7 @@ def with_samples(tasks: Sequence[Task], geometry: Geometry) -> tuple[Task, ...]:
 
 
 def _with_sample(task: Task, layer: LayerGeometry) -> Task:
-    blocks = [block for block in routed(layer) if any(moment in task.moments for moment in _own(block))]
+    blocks = own_experts(task, layer)
     if not blocks or _sample(blocks[0], task.moments) is not None:
         return task
     return replace(task, moments=(*task.moments, sample_of_others(blocks[0])))
@@ -70,7 +78,7 @@ def experts_with_few(
     moment can be completed.
     """
     few = {}
-    for block in routed(layer):
+    for block in layer.experts:
         counts = [passed[moment] for moment in _own(block) if moment in passed and moment in task.moments]
         if counts and counts[0] < block.width and _sample(block, available) is not None:
             few[block.name] = counts[0]
@@ -83,7 +91,7 @@ def completed(task: Task, layer: LayerGeometry, statistics: Statistics, read: Re
     `read` is called for each such expert.
     """
     few = experts_with_few(task, layer, statistics.passed, [*statistics.moments])
-    for number, block in enumerate(routed(layer)):
+    for number, block in enumerate(layer.experts):
         if block.name in few:
             roles = [*block.roles, ROUTER, *((ROUTER_BIAS,) if ROUTER_BIAS in layer.roles else ())]
             mixture = mixture_of(layer, read(roles))

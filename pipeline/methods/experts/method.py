@@ -39,9 +39,9 @@ class Experts(Group[E]):
     scored_by: ClassVar[str]  # the key of the scores in the report
 
     @property
-    def routed(self) -> list[MLPBlock]:
+    def routed(self) -> tuple[MLPBlock, ...]:
         """Return the experts' blocks."""
-        return routed(self.geometry)
+        return self.geometry.experts
 
     @property
     def rule(self) -> dict[str, Any]:
@@ -147,13 +147,13 @@ class ExpertsMethod(Method[E]):
         if not (self.claims_experts and layer.routing):
             return None
         own = tuple(role for role in (ROUTER, ROUTER_BIAS) if role in layer.roles)
-        roles = tuple(role for block in routed(layer) for role in block.roles)
+        roles = tuple(role for block in layer.experts for role in block.roles)
         return self.kind(self.entry, layer, EXPERTS, (*roles, *own), self._moments(layer))
 
     def _moments(self, layer: LayerGeometry) -> tuple[Moment, ...]:
         """Return the sample of the mixture's inputs and, with `by_loss`, the gradient's moment at its output."""
-        sample = sample_of(routed(layer), sampled(layer))
-        return (sample, metric_of(routed(layer))) if self.by_loss else (sample,)
+        sample = sample_of(layer.experts, sampled(layer))
+        return (sample, metric_of(layer.experts)) if self.by_loss else (sample,)
 
     def least_reason(self, geometry: Geometry) -> str:
         """Explain the smallest number of experts, for the layer whose router chooses the most."""
@@ -177,25 +177,20 @@ def tokens_of_experts(mixture: Mixture, inputs_TD: Tensor, statistics: Statistic
     return figures | ({BY_SOURCE: by_source} if by_source else {})
 
 
-def routed(layer: LayerGeometry) -> list[MLPBlock]:
-    """Return the blocks of a layer's routed experts."""
-    return [block for block in layer.mlps if block.roles[0] in layer.routed_roles]
-
-
 def sampled(layer: LayerGeometry) -> int:
     """Return the number of tokens to sample."""
-    experts, rule = routed(layer), dict(layer.routing)
+    experts, rule = layer.experts, dict(layer.routing)
     return max(LEAST_SAMPLE, SAMPLE_TOKENS * experts[0].width * len(experts) // int(rule["top_k"]))
 
 
 def mixture_of(layer: LayerGeometry, weights: Mapping[str, Tensor]) -> Mixture:
     """Return the mixture of a layer."""
-    return mixture_from(routed(layer), weights, rule_of(dict(layer.routing)))
+    return mixture_from(layer.experts, weights, rule_of(dict(layer.routing)))
 
 
 def renumbered(solution: Solution, layer: LayerGeometry, kept: Sequence[int], weights: Weights) -> Solution:
     """Renumber the kept experts from 0, and name the router's tensors as the layer does."""
-    experts = routed(layer)
+    experts = layer.experts
     names: dict[str, str] = {}
     for place, number in enumerate(kept):
         names |= dict(zip(experts[number].roles, experts[place].roles, strict=True))

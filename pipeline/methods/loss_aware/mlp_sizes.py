@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -25,9 +25,7 @@ class Sizes(Stacked):
     @cached_property
     def widths(self) -> list[int]:
         """Return a few evenly spaced widths, up to the full one."""
-        whole, multiple, count = self.mlp.width, self.multiple, self.entry.widths
-        even = {max(1, round(whole * share / count / multiple)) * multiple for share in range(1, count)}
-        return [*sorted(width for width in even if width < whole), whole]
+        return [*_spaced(self.mlp.width, self.multiple, self.entry.widths)]
 
     def reader_stack(self, width: int) -> Stack:
         """Return the stack of the readers at a width."""
@@ -46,6 +44,12 @@ class Sizes(Stacked):
     def bias_numbers(self, width: int) -> int:
         """Count the numbers of all biases."""
         return width * sum(reader.bias for reader in self.mlp.readers) + self.mlp.writer.biases
+
+
+@cache
+def _spaced(whole: int, multiple: int, count: int) -> tuple[int, ...]:
+    even = {max(1, round(whole * share / count / multiple)) * multiple for share in range(1, count)}
+    return (*sorted(width for width in even if width < whole), whole)
 
 
 def encode_widths(order: Sequence[int], widths: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.experts.completing import completed, experts_with_few, sample_of_others, with_samples
-from pipeline.methods.experts.method import mixture_of, routed
+from pipeline.methods.experts.method import mixture_of
 from pipeline.methods.method import Moment, Statistics, Task
 from pipeline.methods.moments import input_moment, output_gradient, pull
 from pipeline.methods.registry import build_methods, claim_tasks
@@ -29,7 +29,7 @@ class Layer:
     def __init__(self, family: str, passed: int) -> None:
         config = standard_config(factories.make_config(family, num_hidden_layers=3).to_dict())
         self.layer, source = geometry_of(config).layers[-1], torch.Generator().manual_seed(4)
-        self.block, self.passed, self.calls = routed(self.layer)[EXPERT], passed, 0
+        self.block, self.passed, self.calls = self.layer.experts[EXPERT], passed, 0
 
         def draw(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=source, dtype=torch.float64)
@@ -146,7 +146,7 @@ def test_a_pair_without_tokens_stays_unseen() -> None:
 def test_only_tasks_with_moments_of_single_experts_get_a_sample(entry: dict[str, Any], added: bool) -> None:
     geometry = geometry_of(standard_config(factories.make_config("mixtral", num_hidden_layers=2).to_dict()))
     tasks = claim_tasks(build_methods(manifest(entry, keep=0.9, calibration=TEXT)), geometry)
-    sample = sample_of_others(routed(geometry.layers[0])[0])
+    sample = sample_of_others(geometry.layers[0].experts[0])
     assert sample.tokens == 4 * 24 + 1
     completed_tasks = with_samples(tasks, geometry)
     assert any(sample in task.moments for task in completed_tasks) == added
