@@ -107,9 +107,15 @@ class TokensEntry(Record):
 
 class HeldOutEntry(TokensEntry):
     """Tokens beyond the calibration samples and, once they are computed, the dense model's last hidden states by
-    shard."""
+    shard. `inputs`: its hidden states that enter some layers, by the layer's number, until these are measured."""
 
     outputs: Row[ArrayRecord] | None = None
+    inputs: Mapping[str, Row[ArrayRecord]] = {}
+
+    @property
+    def hidden_states(self) -> list[ArrayRecord]:
+        """Return the records of all its hidden states."""
+        return [*(self.outputs or ()), *(record for inputs in self.inputs.values() for record in inputs)]
 
 
 class ScoredEntry(Record):

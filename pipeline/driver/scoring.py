@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from manifests.entries import ScoredEntry
 from manifests.errors import CorruptError, LostInputError
@@ -27,6 +27,23 @@ from pipeline.units.units import ShardDone
 Layers = Sequence[StagedLayer | None]
 Outputs = Sequence[ArrayRecord]  # the outputs of another model, by shard; empty without one
 T = TypeVar("T")
+
+
+class States(NamedTuple):
+    """Stored hidden states of a model: its last layer's outputs, and the inputs of some layers, by shard."""
+
+    outputs: tuple[ArrayRecord, ...]
+    inputs: Mapping[int, tuple[ArrayRecord, ...]]
+
+
+class Start(NamedTuple):
+    """The hidden states, by shard, that enter a layer: those of a model with the same layers before it."""
+
+    layer: int
+    inputs: tuple[ArrayRecord, ...]
+
+
+FIRST = Start(0, ())  # the tokens themselves
 
 
 @dataclass(frozen=True)
@@ -59,17 +76,27 @@ class Scorer:
         model = _Model(self, windows, name, layers)
         return model.repaired(model.outputs)
 
+    def states(self, windows: Windows, name: str, layers: Layers, kept: Collection[int]) -> States:
+        """Return `outputs`, and the stored inputs of the `kept` layers, without those before a layer from which the
+        pass resumed. Raises the errors of `outputs`."""
+        model = _Model(self, windows, name, layers)
+        return model.repaired(lambda: model.states(kept))
+
     def outputs_coroutine(self, windows: Windows, name: str, layers: Layers) -> Coroutine[tuple[ArrayRecord, ...]]:
         """Return the coroutine of `outputs`, to run in the background. It does not repair damaged data."""
         return _Model(self, windows, name, layers).outputs()
 
-    def score(self, windows: Windows, name: str, layers: Layers, dense: Outputs = ()) -> Scored:
+    def states_coroutine(self, windows: Windows, name: str, layers: Layers, kept: Collection[int]) -> Coroutine[States]:
+        """Return the coroutine of `states`, to run in the background. It does not repair damaged data."""
+        return _Model(self, windows, name, layers).states(kept)
+
+    def score(self, windows: Windows, name: str, layers: Layers, dense: Outputs = (), start: Start = FIRST) -> Scored:
         """Return the loss of a model on all windows, summed in shard order.
 
-        `dense`: the `outputs` of another model on the same windows, from which the divergence is measured. Raises the
-        errors of `outputs`, and CorruptError if `dense` is damaged.
+        `dense`: the `outputs` of another model on the same windows, from which the divergence is measured. `start`:
+        where the pass begins. Raises the errors of `outputs`, and CorruptError if `dense` or `start` is damaged.
         """
-        model = _Model(self, windows, name, layers)
+        model = _Model(self, windows, name, layers, start)
         return model.repaired(lambda: model.score(dense))
 
     def scores_and_outputs(
@@ -163,13 +190,14 @@ def window_units(
 class _Model:
     """A model that is being scored."""
 
-    def __init__(self, scorer: Scorer, windows: Windows, name: str, layers: Layers) -> None:
-        self.scorer = scorer
+    def __init__(self, scorer: Scorer, windows: Windows, name: str, layers: Layers, start: Start = FIRST) -> None:
+        self.scorer, self.start = scorer, start
         self.observer = scorer.scheduler.observer
         self.windows = windows
         self.name = name
         self.layers = layers
         self.shards = range(windows.shards)
+        self.inputs: dict[int, tuple[ArrayRecord, ...]] = {}
         self.phase = scorer.phase or f"score {name}"
         keys = [scored_key(name, layer) for layer in range(scorer.num_layers + 1)]
         self.repairs = Repairs(scorer.journal, keys, self.observer)
@@ -190,9 +218,14 @@ class _Model:
 
     def outputs(self) -> Coroutine[tuple[ArrayRecord, ...]]:
         """Run all shards through all layers. Return the records of the last layer's outputs."""
-        _, records, _ = yield from self._through(self.shards)
+        return (yield from self.states(())).outputs
+
+    def states(self, kept: Collection[int]) -> Coroutine[States]:
+        """Run all shards through all layers. Return the records of the last layer's outputs, and of the inputs of the
+        `kept` layers."""
+        _, records, _ = yield from self._through(self.shards, kept)
         assert records is not None
-        return records
+        return States(records, self.inputs)
 
     def score(self, dense: Outputs | Fiber[tuple[ArrayRecord, ...]]) -> Coroutine[Scored]:
         """Run all shards through all layers and the head. Return the sum of their scores."""
@@ -245,14 +278,16 @@ class _Model:
         ]
 
     def _through(
-        self, kept: Collection[int]
+        self, kept: Collection[int], kept_inputs: Collection[int] = ()
     ) -> Coroutine[tuple[int, tuple[ArrayRecord, ...] | None, tuple[ArrayRecord, ...]]]:
-        """Run all shards through all layers, and store the last layer's outputs of the `kept` ones.
+        """Run all shards through all layers, and store the last layer's outputs of the `kept` ones. Keep the stored
+        inputs of some layers, of all shards, in `inputs`.
 
         Return the last layer with committed inputs, their records, and the records of the kept outputs. The outputs of
         all shards are committed as the inputs of one more layer.
         """
         scorer, last = self.scorer, len(self.layers)
+        self.inputs = {}
         base, records = self._last_committed()
         stored: tuple[ArrayRecord, ...] = ()
         observed = False
@@ -264,7 +299,7 @@ class _Model:
                 observed = True
             above = layer + 1
             commits = above < last and above % scorer.every == 0 and scorer.alone()
-            store = kept if above == last else self.shards if commits else ()
+            store = kept if above == last else self.shards if commits or above in kept_inputs else ()
             *earlier, ending = scorer.parts(layer, self.layers[layer])
             for part in earlier:
                 yield window_units(self.windows, self.name, self.layers, layer, part=part, base=base, records=records)
@@ -272,7 +307,9 @@ class _Model:
                 self.windows, self.name, self.layers, layer, part=ending, store=store, base=base, records=records
             )
             stored = tuple(result.activation for result in results if result.activation is not None)
-            if len(stored) == len(self.shards):
+            if above in kept_inputs:
+                self.inputs[above] = stored
+            if len(stored) == len(self.shards) and (commits or above == last):
                 base, records = above, stored
                 self._enter(above, records)
             if observed:
@@ -282,19 +319,20 @@ class _Model:
     def _last_committed(self) -> tuple[int, tuple[ArrayRecord, ...] | None]:
         """Return the last committed layer of this model, and its records. Retract entries of an earlier model of the
         same name."""
-        for layer in range(len(self.layers), 0, -1):
+        for layer in range(len(self.layers), self.start.layer, -1):
             entry = self.scorer.journal.get(scored_key(self.name, layer))
             if entry is None or not all(_is_final(self.layers, below) for below in range(layer)):
                 continue
             if entry.of == self._digest(layer):
                 return layer, entry.activations
             self.scorer.forget(self.name)
-        return 0, None
+        return self.start.layer, self.start.inputs or None
 
     def _enter(self, layer: int, records: tuple[ArrayRecord, ...]) -> None:
         entry = ScoredEntry(activations=records, of=self._digest(layer))
         self.scorer.journal.commit(scored_key(self.name, layer), entry)
-        self.scorer.cleaner.retain_activations(records)
+        kept = (record for inputs in self.inputs.values() for record in inputs)
+        self.scorer.cleaner.retain_activations((*records, *kept))
         self.repairs.progress()
 
     def _digest(self, layer: int) -> str:

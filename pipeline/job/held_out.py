@@ -6,7 +6,7 @@ The dense model's outputs on these windows are stored once, and every size is co
 from __future__ import annotations
 
 import logging
-from collections.abc import Container
+from collections.abc import Collection
 from functools import partial
 
 import torch
@@ -16,13 +16,15 @@ from manifests.errors import CorruptError
 from manifests.records import ArrayRecord
 from pipeline.driver.job_spec import LayersEntered, staged_layer
 from pipeline.driver.ledger_dependencies import dependents, retract_changed
-from pipeline.driver.ledger_keys import HELD_OUT, HELD_OUT_SCORE
+from pipeline.driver.ledger_keys import HELD_OUT, HELD_OUT_SCORE, LOSS_RATIOS
 from pipeline.driver.recovery import Repairs
 from pipeline.driver.scheduler import Coroutine, Scheduler
-from pipeline.driver.scoring import Outputs, Scorer, score_beside_dense
+from pipeline.driver.scoring import FIRST, Outputs, Scorer, Start, States, score_beside_dense
 from pipeline.evaluation.losses import damage_warnings, perplexity_of
 from pipeline.job.context import JobContext
 from pipeline.job.worker_session import JobWorkers
+from pipeline.methods.registry import layers_of
+from pipeline.ranks.calibration import blocks_of
 from pipeline.reporting.summary import held_out_line
 from pipeline.units.scores import Scored, Windows
 
@@ -74,9 +76,9 @@ def _scoring_dense(
     workers: JobWorkers, job: JobContext, scheduler: Scheduler, windows: Windows
 ) -> Coroutine[tuple[ArrayRecord, ...]]:
     scorer = workers.scorer(job, scheduler)
-    outputs = yield from scorer.outputs_coroutine(windows, DENSE, _dense_layers(job))
-    _keep(job, scorer, workers.always, windows, outputs)
-    return outputs
+    states = yield from scorer.states_coroutine(windows, DENSE, _dense_layers(job), _measured_starts(job))
+    _keep(job, scorer, workers.always, windows, states)
+    return states.outputs
 
 
 def unscored_windows(job: JobContext) -> torch.Tensor | None:
@@ -88,7 +90,7 @@ def unscored_windows(job: JobContext) -> torch.Tensor | None:
 def enter_dense_outputs(job: JobContext, workers: JobWorkers, outputs: tuple[ArrayRecord, ...]) -> None:
     """Enter the dense model's outputs on the held-out windows, by shard."""
     windows, _ = _stored(job, workers.always)
-    _enter(job, workers.always, windows, outputs)
+    _enter(job, workers.always, windows, States(outputs, {}))
 
 
 def forget_other_text(job: JobContext) -> None:
@@ -111,7 +113,7 @@ def forget_other_text(job: JobContext) -> None:
         _drop(job)
 
 
-def divergence_with(job: JobContext, workers: JobWorkers, compressed: Container[int], name: str) -> float:
+def divergence_with(job: JobContext, workers: JobWorkers, compressed: Collection[int], name: str) -> float:
     """Return the divergence of the model in which these layers alone are compressed. `name`: of this model. Raises
     Interrupted."""
     divergence = _score(job, workers, compressed, name).divergence
@@ -120,7 +122,7 @@ def divergence_with(job: JobContext, workers: JobWorkers, compressed: Container[
 
 
 def _score(
-    job: JobContext, workers: JobWorkers, compressed: Container[int] | None = None, name: str = COMPRESSED
+    job: JobContext, workers: JobWorkers, compressed: Collection[int] | None = None, name: str = COMPRESSED
 ) -> HeldOutScoreEntry:
     """Score the staged layers, or some of them among dense ones. Damaged tokens or dense outputs are computed again."""
     repairs, layers = Repairs(job.ledger, [HELD_OUT], job.observer), range(job.inputs.geometry.num_layers)
@@ -129,7 +131,7 @@ def _score(
         try:
             windows, outputs = _dense(job, workers)
             staged = [staged_layer(job.ledger, layer) if layer in chosen else None for layer in layers]
-            return _entry(workers.scorer(job).score(windows, name, staged, outputs))
+            return _entry(workers.scorer(job).score(windows, name, staged, outputs, _start(job, min(chosen))))
         except CorruptError as error:
             workers.pool.cancel_pending()
             repairs.invalidate(error)
@@ -153,9 +155,37 @@ def _dense(job: JobContext, workers: JobWorkers) -> tuple[Windows, Outputs]:
     windows, outputs = _stored(job, workers.always)
     if outputs is None:
         scorer = workers.scorer(job)
-        outputs = scorer.outputs(windows, DENSE, _dense_layers(job))
-        _keep(job, scorer, workers.always, windows, outputs)
+        states = scorer.states(windows, DENSE, _dense_layers(job), _measured_starts(job))
+        _keep(job, scorer, workers.always, windows, states)
+        outputs = states.outputs
     return windows, outputs
+
+
+def _measured_starts(job: JobContext) -> set[int]:
+    """Return the layers from which runs of layers will be measured, `budget.measure_layers`, except the first layer."""
+    if not job.manifest.measures_layers or job.ledger.get(LOSS_RATIOS) is not None:
+        return set()
+    return {block[0] for block in blocks_of(layers_of(job.inputs.tasks))} - {0}
+
+
+def _start(job: JobContext, first: int) -> Start:
+    """Return the latest stored hidden states of the dense model that enter a layer up to `first`, the first compressed
+    one."""
+    entered = job.ledger.get(HELD_OUT)
+    inputs = {int(layer): records for layer, records in (entered.inputs if entered else {}).items()}
+    layer = max((layer for layer in inputs if layer <= first), default=None)
+    return FIRST if layer is None else Start(layer, inputs[layer])
+
+
+def drop_inputs(job: JobContext, workers: JobWorkers) -> None:
+    """Drop the dense model's hidden states that only measured layers needed."""
+    entered = job.ledger.get(HELD_OUT)
+    if entered is None or not entered.inputs:
+        return
+    job.ledger.commit(HELD_OUT, entered.model_copy(update={"inputs": {}}))
+    for record in (record for inputs in entered.inputs.values() for record in inputs):
+        workers.always.remove(record)
+        job.run_dir.activations.drop(record)
 
 
 def _dense_layers(job: JobContext) -> list[None]:
@@ -174,17 +204,17 @@ def _stored(job: JobContext, always: list[ArrayRecord]) -> tuple[Windows, tuple[
     return _windows(job, entered.tokens), entered.outputs
 
 
-def _keep(
-    job: JobContext, scorer: Scorer, always: list[ArrayRecord], windows: Windows, outputs: tuple[ArrayRecord, ...]
-) -> None:
-    _enter(job, always, windows, outputs)
+def _keep(job: JobContext, scorer: Scorer, always: list[ArrayRecord], windows: Windows, states: States) -> None:
+    _enter(job, always, windows, states)
     scorer.forget(DENSE)
 
 
-def _enter(job: JobContext, always: list[ArrayRecord], windows: Windows, outputs: tuple[ArrayRecord, ...]) -> None:
+def _enter(job: JobContext, always: list[ArrayRecord], windows: Windows, states: States) -> None:
     assert windows.tokens is not None, "held-out tokens are stored"
-    job.ledger.commit(HELD_OUT, HeldOutEntry(tokens=windows.tokens, outputs=outputs))
-    always.extend(outputs)
+    inputs = {f"{layer:05d}": records for layer, records in states.inputs.items()}
+    entry = HeldOutEntry(tokens=windows.tokens, outputs=states.outputs, inputs=inputs)
+    job.ledger.commit(HELD_OUT, entry)
+    always.extend(entry.hidden_states)
 
 
 def _windows(job: JobContext, tokens: ArrayRecord) -> Windows:
@@ -203,5 +233,5 @@ def _drop(job: JobContext) -> None:
     entered = job.ledger.get(HELD_OUT)
     if entered is not None:
         job.ledger.retract(HELD_OUT)
-        for record in (entered.tokens, *(entered.outputs or ())):
+        for record in (entered.tokens, *entered.hidden_states):
             job.run_dir.activations.drop(record)

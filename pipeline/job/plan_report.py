@@ -96,7 +96,8 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
         phases["other sizes"] = OTHER_SIZES * size_seconds(phases, passes)
     if manifest.measures_layers:
         alone = phase_seconds(work.of_layers_alone(rounds=not manifest.measures_unrounded), rates, passes)
-        phases["measured layers"] = size_seconds(alone, passes) + BLOCKS * scored_seconds(phases, passes)
+        models = (BLOCKS + 1) / 2  # each run of layers passes only the layers from its own first one on
+        phases["measured layers"] = size_seconds(alone, passes) + models * scored_seconds(phases, passes)
     calibration = manifest.calibration
     if calibration is not None and calibration.chooses_samples:
         texts = {"amount of text": amount_seconds(calibration, geometry.layers[0], rates)} | texts

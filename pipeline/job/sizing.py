@@ -19,7 +19,7 @@ from pipeline.driver.ledger_keys import HELD_OUT_SCORE, LOSS_RATIOS, TRIED_SIZE,
 from pipeline.inputs.job_inputs import MEASURE_LAYERS
 from pipeline.job.context import JobContext
 from pipeline.job.heartbeat import Heartbeat
-from pipeline.job.held_out import divergence_with, forget_other_text, score_held_out, scoring_held_out
+from pipeline.job.held_out import divergence_with, drop_inputs, forget_other_text, score_held_out, scoring_held_out
 from pipeline.job.output_scores import score_dense_first
 from pipeline.job.prediction import predicted_by_size, predicted_by_task, tries_of
 from pipeline.job.text_amount import choose_samples
@@ -121,6 +121,7 @@ def _measure_layers(job: JobContext, workers: JobWorkers) -> None:
         ratios |= loss_ratios(measured, losses, _mlps(job, tasks))
     retract_changed(job.ledger, job.ledger.keys(), [LOSS_RATIOS])
     job.ledger.commit(LOSS_RATIOS, LossRatiosEntry(ratios=ratios))
+    drop_inputs(job, workers)
     job.observer.say(f"{MEASURE_LAYERS}: now they are compressed to ranks that follow the measured ones")
 
 

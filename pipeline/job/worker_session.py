@@ -255,7 +255,7 @@ def job_workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[JobWorkers]:
     _sweep(job)
     held_out = job.ledger.get(HELD_OUT)
     always = [tokens] if tokens else []
-    always += [held_out.tokens, *(held_out.outputs or ())] if held_out else []
+    always += [held_out.tokens, *held_out.hidden_states] if held_out else []
     always += teacher_arrays(job.ledger)
     catch_signals(job.stop)
     setup = worker_config(job, tokens)

@@ -11,7 +11,7 @@ from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, FormSpec, StagedLayer
 from pipeline.driver.ledger_keys import scored_key
 from pipeline.driver.scheduler import Scheduler
-from pipeline.driver.scoring import Scorer
+from pipeline.driver.scoring import Scorer, Start
 from pipeline.units.scores import Score, Scored, WindowForward, Windows
 from tests.driver.simulation import (
     Killed,
@@ -257,3 +257,34 @@ def test_the_head_is_asked_once_for_each_shard() -> None:
     make_scorer(world, windows, every=2).score(windows, "made", layers)
     heads = [unit for unit in world.done if isinstance(unit, Score)]
     assert [(unit.shard, unit.layer, unit.base) for unit in heads] == [(0, LAYERS, 2), (1, LAYERS, 2)]
+
+
+def test_a_pass_begins_with_the_kept_inputs_of_another_model() -> None:
+    world, windows, layers = make_world()
+    whole = scored(world, windows, layers)
+    again, windows, layers = make_world()
+    scorer = make_scorer(again, windows, every=LAYERS)
+    states = scorer.states(windows, "dense", [None] * LAYERS, {1})
+    records = [*states.outputs, *states.inputs[1]]
+    assert states.inputs.keys() == {1}
+    scorer.cleaner.always.extend(records)  # type: ignore[attr-defined]
+    scorer.forget("dense")
+    assert scorer.score(windows, "made", layers, states.outputs, Start(1, states.inputs[1])) == whole
+    passed = [unit.layer for unit in again.done if isinstance(unit, WindowForward) and unit.model == "made"]
+    assert sorted({*passed}) == [*range(1, LAYERS)]
+
+
+def test_kept_inputs_outlast_the_commits_of_later_layers() -> None:
+    world, windows, _ = make_world()
+    scorer = make_scorer(world, windows, every=1)
+    states = scorer.states(windows, "dense", [None] * LAYERS, {1, 3})
+    assert states.inputs.keys() == {1, 3}
+    kept = [record for records in states.inputs.values() for record in records]
+    scorer.cleaner.always.extend([*states.outputs, *kept])  # type: ignore[attr-defined]
+    scorer.forget("dense")
+    for start in (1, 3):
+        made = [staged(world, layer, "new") if layer >= start else None for layer in range(LAYERS)]
+        begun = scorer.score(windows, "made", made, states.outputs, Start(start, states.inputs[start]))
+        scorer.forget("made")
+        assert begun == scorer.score(windows, "made", made, states.outputs)
+        scorer.forget("made")
