@@ -53,7 +53,7 @@ def score_held_out(
         if not job.inputs.passes.keep_statistics:
             _drop(job)  # no other size will be tried
         figures = entered.as_json()
-        job.observer.say(held_out_line(figures))
+        job.observer.say(held_out_line(figures) + ("" if job.inputs.rounds else ", before rounding"))
         for warning in damage_warnings({"held_out": figures}):
             job.observer.say(warning, logging.WARNING)
     return entered
