@@ -13,7 +13,7 @@ from pipeline.recommendation.nodes import Node, worker_sizes
 from pipeline.recommendation.recipes import Recipe
 from pipeline.recommendation.text_use import TextUse, shortened
 
-CORRECTED_BELOW = 0.8  # docs/results.md#corrections
+CORRECTED_UP_TO = 0.8  # of dense models; of mixtures below it (docs/results.md#corrections)
 MICRO_BATCH_TOKENS = 2048
 EIGHT_BITS_FROM = 0.6  # share of the bytes that leaves room for 8 bits and their scales
 USUAL_SHARE = 0.8  # of the numbers, or of the bytes of a source in a stored format
@@ -54,7 +54,9 @@ class Goal:
     @property
     def small(self) -> bool:
         """True if the loss at this size is large enough for corrections to pay."""
-        return self.field == "bytes" or (self.field == "keep" and self.value < CORRECTED_BELOW)
+        if self.field != "keep":
+            return self.field == "bytes"
+        return self.value < CORRECTED_UP_TO or (self.value == CORRECTED_UP_TO and not self.mixture)
 
     @property
     def corrected(self) -> bool:
