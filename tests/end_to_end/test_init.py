@@ -85,7 +85,7 @@ def test_a_source_in_a_stored_format_shrinks_by_the_usual_goal(init: Init, text:
 @pytest.mark.parametrize(
     ("goal", "budget", "expected"),
     [
-        ((), "{keep: 0.8}", "methods: [{method: loss_aware}]"),
+        ((), "{keep: 0.8}", "- {method: loss_aware, correct: output}"),
         (("--bytes", "0.25"), "{bytes: 0.25}", "quantize: {bits: auto}"),
         (("--max-loss", "0.02"), "{max_loss: 0.02}", "methods: [{method: loss_aware}]"),
     ],

@@ -62,8 +62,10 @@ def test_sizes_of_workers() -> None:
 @pytest.mark.parametrize(
     ("goal", "corrected", "label"),
     [
-        (Goal("keep", 0.8), False, "keep-0.8"),
-        (Goal("keep", 0.79), True, "keep-0.79"),
+        (Goal("keep", 0.81), False, "keep-0.81"),
+        (Goal("keep", 0.8), True, "keep-0.8"),
+        (Goal("keep", 0.8, mixture=True), False, "keep-0.8"),
+        (Goal("keep", 0.79, mixture=True), True, "keep-0.79"),
         (Goal("bytes", 0.25), True, "bytes-0.25"),
         (Goal("max_loss", 0.02), False, "max-loss-0.02"),
     ],
