@@ -177,7 +177,8 @@ def _norms(moment: Moment, values_SF: Tensor) -> Tensor:
     """Return the squared norms (G,) of a sample's sums. Those of a diagonal moment, which nothing shrinks, are 0."""
     if moment.diagonal:
         return torch.zeros(moment.groups, dtype=torch.float64, device=values_SF.device)
-    return sample_square_norms(values_SF, moment.heads, moment.groups)
+    with summing(values_SF.dtype, values_SF.device):
+        return sample_square_norms(values_SF, moment.heads, moment.groups)
 
 
 class Squares:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.checks import require_finite
+from pipeline.kernels.moments import batched_product
 
 _CHUNK = 512
 NUMBERS_AT_ONCE = 1 << 21  # of logits, of which copies are made
@@ -29,9 +30,8 @@ def sample_square_norms(values_SF: Tensor, heads: int = 1, groups: int = 1) -> T
     values_SGhd = values_SF.detach().reshape(shape[0], groups, heads // groups, -1)
     rows_GRd = (values_SGhd.permute(1, 0, 2, 3).reshape(groups, -1, shape[1] // heads) / peak).to(torch.float32)
     if rows_GRd.shape[1] < rows_GRd.shape[2]:
-        products = (rows_GRd @ rows_GRd.mT).to(torch.float64)
-    else:
-        products = (rows_GRd.mT @ rows_GRd).to(torch.float64)
+        rows_GRd = rows_GRd.mT
+    products = batched_product(rows_GRd.mT, rows_GRd, torch.float32).to(torch.float64)
     return products.square_().flatten(1).sum(dim=1) * peak**4
 
 
