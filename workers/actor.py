@@ -27,7 +27,7 @@ with quick_imports():
     from manifests.errors import LostInputError
     from pipeline.kernels.deferred import DeferredTensors
     from workers.device_settings import configure_device
-    from workers.memory import map_large_tensors
+    from workers.memory import bound_kernel_caches, map_large_tensors
     from workers.tensor_transfer import Handle, Packed, TensorTransfer, pack, unpack
 
 if TYPE_CHECKING:
@@ -93,6 +93,7 @@ class WorkerActor:
 
         setup: WorkerConfig = pickle.loads(pickled_setup)
         map_large_tensors()
+        bound_kernel_caches()
         configure_device(setup.gpu_share)
         torch.set_num_threads(setup.threads)
         self.transfer = RayTransfer()

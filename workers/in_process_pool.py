@@ -15,7 +15,7 @@ from pipeline.units.units import Unit
 from workers.config import WorkerConfig
 from workers.device_settings import configure_device
 from workers.hardware import describe_hardware, differing, machine_cores, thread_fault
-from workers.memory import map_large_tensors
+from workers.memory import bound_kernel_caches, map_large_tensors
 from workers.outcomes import UnitAccounts, do_unit, result_of
 from workers.tensor_transfer import LocalTransfer
 from workers.worker import Worker
@@ -48,6 +48,7 @@ class InProcessPool(UnitAccounts):
         super().__init__()
         check_device(workers)
         map_large_tensors()
+        bound_kernel_caches()
         configure_device(setup.gpu_share)
         self.worker = Worker(setup, LocalTransfer())
         self.hardware = describe_hardware(self.worker.device)
