@@ -10,6 +10,7 @@ import pytest
 from manifests.errors import StorageError
 from manifests.records import ArrayRecord
 from pipeline.driver.ledger_keys import HELD_OUT
+from pipeline.driver.scoring import States
 from pipeline.job.held_out import _keep
 from pipeline.units.scores import Windows
 
@@ -34,4 +35,4 @@ def test_a_run_directory_that_vanishes_while_text_is_scored_is_a_storage_error()
     windows = Windows.even(2, 1, "float32", 1, RECORD)
     job: Any = SimpleNamespace(ledger=VanishedLedger())
     with pytest.raises(StorageError, match="gone"):
-        _keep(job, None, [], windows, (RECORD,))  # type: ignore[arg-type]
+        _keep(job, None, [], windows, States((RECORD,), {}))  # type: ignore[arg-type]
