@@ -11,7 +11,7 @@ from pathlib import Path
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # of glibc's mallopt
 MAPPED_BYTES = 4 * 2**20
 TRIMMED_BYTES = 64 * 2**20
-CACHED_KERNELS = 256  # a layer and its draft take about 60; with 1024, the default, layers of unlike ranks add up
+CACHED_KERNELS = 256  # room for a layer and its draft; with the default, 1024, those of many layers add up
 KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")  # of oneDNN, and of torch above it
 _LIBRARY = ctypes.CDLL(None)
 

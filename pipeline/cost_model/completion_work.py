@@ -10,7 +10,7 @@ from dataclasses import replace
 from pipeline.families.blocks import MLPBlock
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.routing import OTHERS
-from pipeline.methods.experts.completing import samples_of_others
+from pipeline.methods.experts.completing import own_experts, samples_of_others
 from pipeline.methods.method import Task
 from pipeline.methods.moments import input_moment
 
@@ -26,9 +26,7 @@ def without_others(task: Task, layer: LayerGeometry) -> Task:
 
 def completed_experts(task: Task, layer: LayerGeometry) -> list[MLPBlock]:
     """Return the experts of a task whose moments are completed if they have few tokens."""
-    at = layer.expert_at
-    blocks = (at[moment.point] for moment in task.moments if moment.point in at)
-    return [block for block in dict.fromkeys(blocks) if input_moment(block.writer) in task.moments]
+    return [block for block in own_experts(task, layer) if input_moment(block.writer) in task.moments]
 
 
 def completion_flops(task: Task, layer: LayerGeometry, tokens: int) -> float:

@@ -66,35 +66,28 @@ class Scorer:
     parts: Callable[[int, StagedLayer | None], Sequence[int | None]] = lambda *_: (None,)
     phase: str = ""
 
-    def outputs(self, windows: Windows, name: str, layers: Layers) -> tuple[ArrayRecord, ...]:
-        """Return the stored outputs of a model's last layer, by shard.
+    def states(self, windows: Windows, name: str, layers: Layers, kept: Collection[int] = ()) -> States:
+        """Return the stored outputs of a model's last layer, and the stored inputs of the `kept` layers, without those
+        before a layer from which the pass resumed.
 
         Raises:
             CorruptError: a staged layer or the tokens are damaged.
             Interrupted: the job was asked to stop; entries remain.
         """
         model = _Model(self, windows, name, layers)
-        return model.repaired(model.outputs)
-
-    def states(self, windows: Windows, name: str, layers: Layers, kept: Collection[int]) -> States:
-        """Return `outputs`, and the stored inputs of the `kept` layers, without those before a layer from which the
-        pass resumed. Raises the errors of `outputs`."""
-        model = _Model(self, windows, name, layers)
         return model.repaired(lambda: model.states(kept))
 
-    def outputs_coroutine(self, windows: Windows, name: str, layers: Layers) -> Coroutine[tuple[ArrayRecord, ...]]:
-        """Return the coroutine of `outputs`, to run in the background. It does not repair damaged data."""
-        return _Model(self, windows, name, layers).outputs()
-
-    def states_coroutine(self, windows: Windows, name: str, layers: Layers, kept: Collection[int]) -> Coroutine[States]:
+    def states_coroutine(
+        self, windows: Windows, name: str, layers: Layers, kept: Collection[int] = ()
+    ) -> Coroutine[States]:
         """Return the coroutine of `states`, to run in the background. It does not repair damaged data."""
         return _Model(self, windows, name, layers).states(kept)
 
     def score(self, windows: Windows, name: str, layers: Layers, dense: Outputs = (), start: Start = FIRST) -> Scored:
         """Return the loss of a model on all windows, summed in shard order.
 
-        `dense`: the `outputs` of another model on the same windows, from which the divergence is measured. `start`:
-        where the pass begins. Raises the errors of `outputs`, and CorruptError if `dense` or `start` is damaged.
+        `dense`: the outputs of another model on the same windows, from which the divergence is measured. `start`:
+        where the pass begins. Raises the errors of `states`, and CorruptError if `dense` or `start` is damaged.
         """
         model = _Model(self, windows, name, layers, start)
         return model.repaired(lambda: model.score(dense))
@@ -103,7 +96,7 @@ class Scorer:
         self, windows: Windows, name: str, layers: Layers, scored: int
     ) -> tuple[list[Scored], tuple[ArrayRecord, ...]]:
         """Return the loss of a model on each of the first `scored` shards, and the stored outputs of its last layer on
-        each of the others. Both pass the layers together. Raises the errors of `outputs`."""
+        each of the others. Both pass the layers together. Raises the errors of `states`."""
         model = _Model(self, windows, name, layers)
         return model.repaired(lambda: model.scores_and_outputs(scored))
 
@@ -111,7 +104,7 @@ class Scorer:
         self, windows: Windows, name: str, layers: Layers, taught: int
     ) -> tuple[tuple[ArrayRecord, ...], tuple[ArrayRecord, ...]]:
         """Return the records of the rows of the first `taught` shards (`Teach`), and the stored outputs of the last
-        layer on each of the others. Raises the errors of `outputs`."""
+        layer on each of the others. Raises the errors of `states`."""
         model = _Model(self, windows, name, layers)
         return model.repaired(lambda: model.taught(taught))
 
@@ -123,7 +116,7 @@ class Scorer:
         return _Model(self, windows, name, layers).score(dense)
 
     def answers(self, questions: Questions, name: str, layers: Layers) -> list[Answers]:
-        """Return a model's answers to questions, by shard. Raises the errors of `outputs`."""
+        """Return a model's answers to questions, by shard. Raises the errors of `states`."""
         model = _Model(self, questions, name, layers)
         return model.repaired(model.answers)
 
@@ -215,10 +208,6 @@ class _Model:
                 self.repairs.invalidate(error)
                 if isinstance(error, CorruptError):  # the data of earlier entries was dropped
                     self.scorer.forget(self.name)
-
-    def outputs(self) -> Coroutine[tuple[ArrayRecord, ...]]:
-        """Run all shards through all layers. Return the records of the last layer's outputs."""
-        return (yield from self.states(())).outputs
 
     def states(self, kept: Collection[int]) -> Coroutine[States]:
         """Run all shards through all layers. Return the records of the last layer's outputs, and of the inputs of the

@@ -132,8 +132,10 @@ class _Remaining:
                 planned += [PlannedPhase(f"score {model}", of_model) for model in models]
             blocks = blocks_of(layers_of(self.job.inputs.tasks)) if measures and number == 0 else []
             missing = [first for first, *_ in blocks if ledger.get(block_key(first)) is None]
-            shares = {first: 1.0 - first / self.passes.layers for first in missing}
-            planned += [PlannedPhase(f"score {block_name(first)}", of_model * shares[first]) for first in missing]
+            of_layer = of_model / self.passes.layers
+            planned += [
+                PlannedPhase(f"score {block_name(first)}", of_layer * (self.passes.layers - first)) for first in missing
+            ]
         return planned
 
     def healed_scores(self) -> list[PlannedPhase]:

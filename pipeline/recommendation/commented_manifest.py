@@ -12,7 +12,7 @@ from manifests.calibration import Text
 from manifests.fit import memory_text
 from manifests.schema import MANIFEST_VERSION
 from pipeline.recommendation.recipes import Recipe
-from pipeline.recommendation.settings import ACTIVATION_GB, CORRECTED_UP_TO, Goal, Settings
+from pipeline.recommendation.settings import ACTIVATION_GB, Goal, Settings
 
 PLAIN = re.compile(r"[A-Za-z_/][\w./-]*", re.ASCII)  # text that YAML reads as text without quotes, in a list as well
 WORDS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
@@ -130,7 +130,7 @@ def _method(goal: Goal) -> Iterator[str]:
     elif goal.small:
         yield f"methods: [{{method: loss_aware}}]  # without `correct: output`: {goal.uncorrected}"
     elif goal.field == "keep" and not goal.uncorrected:
-        yield f"methods: [{{method: loss_aware}}]  # up to keep {CORRECTED_UP_TO}, `correct: output` pays"
+        yield "methods: [{method: loss_aware}]  # at smaller sizes, add `correct: output`"
     else:
         yield "methods: [{method: loss_aware}]"
 

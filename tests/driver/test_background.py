@@ -215,7 +215,7 @@ def compressed_and_scored(name: str, world: World, aside: bool, order: str | int
 
     def scoring_dense() -> Coroutine[Any]:
         mine = scorer(lambda: True)
-        outputs = yield from mine.outputs_coroutine(held, "dense", [None] * job.num_layers)
+        outputs = (yield from mine.states_coroutine(held, "dense", [None] * job.num_layers)).outputs
         always.extend(outputs)
         mine.forget("dense")
         return outputs

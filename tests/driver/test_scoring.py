@@ -62,7 +62,7 @@ def make_scorer(world: World, windows: Windows, every: int = 1, order: str | int
 def scored(world: World, windows: Windows, layers: list[Any], every: int = 1, order: str | int = "first") -> Scored:
     """Beside the dense model, as a job does it."""
     scorer = make_scorer(world, windows, every, order)
-    dense = scorer.outputs(windows, "dense", [None] * LAYERS)
+    dense = scorer.states(windows, "dense", [None] * LAYERS).outputs
     scorer.cleaner.always.extend(dense)  # type: ignore[attr-defined]
     return scorer.score(windows, "made", layers, dense)
 
@@ -72,7 +72,7 @@ def test_all_shards_pass_a_part_of_a_layer_before_the_next() -> None:
     whole = scored(world, windows, layers)
     again, windows, layers = make_world()
     scorer = replace(make_scorer(again, windows), parts=lambda layer, _: (0, 1) if layer == 2 else (None,))
-    dense = scorer.outputs(windows, "dense", [None] * LAYERS)
+    dense = scorer.states(windows, "dense", [None] * LAYERS).outputs
     scorer.cleaner.always.extend(dense)  # type: ignore[attr-defined]
     assert scorer.score(windows, "made", layers, dense) == whole
     passed = [unit for unit in again.done if isinstance(unit, WindowForward) and unit.model == "dense"]
@@ -84,7 +84,7 @@ def test_all_shards_pass_a_part_of_a_layer_before_the_next() -> None:
 @pytest.mark.parametrize("every", [1, 9])
 def test_some_shards_are_scored_and_the_outputs_of_others_stored_in_one_pass(every: int) -> None:
     world, windows, _ = make_world()
-    outputs = make_scorer(world, windows).outputs(windows, "dense", [None] * LAYERS)
+    outputs = make_scorer(world, windows).states(windows, "dense", [None] * LAYERS).outputs
     world, windows, _ = make_world()
     scores, stored = make_scorer(world, windows, every).scores_and_outputs(windows, "dense", [None] * LAYERS, 1)
     assert [record.checksums for record in stored] == [outputs[1].checksums]
@@ -164,7 +164,7 @@ def test_what_a_worker_has_lost_is_made_again() -> None:
     expected = scored(*make_world())
     world, windows, layers = make_world()
     scorer = make_scorer(world, windows)
-    dense = scorer.outputs(windows, "dense", [None] * LAYERS)
+    dense = scorer.states(windows, "dense", [None] * LAYERS).outputs
     scorer.cleaner.always.extend(dense)  # type: ignore[attr-defined]
     scorer.scheduler.pool.fail_on["windowforward/made/2/1"] = LostInputError("spilled hidden states are damaged")  # type: ignore[attr-defined]
     assert scorer.score(windows, "made", layers, dense) == expected

@@ -94,10 +94,13 @@ def _scoring(
     def parts(layer: int, staged: StagedLayer | None) -> Sequence[int | None]:
         return [part.number for part in job.parts(layer, (), staged)]
 
+    def dense_outputs() -> Coroutine[tuple[ArrayRecord, ...]]:
+        states = yield from scorer().states_coroutine(windows, "held-out-dense", [None] * job.num_layers)
+        return states.outputs
+
     dense: Outputs | Fiber[tuple[ArrayRecord, ...]] = (RECORD,) * windows.shards
     if not passes.joined:
-        every_layer: list[None] = [None] * job.num_layers
-        dense = scheduler.spawn_background(scorer().outputs_coroutine(windows, "held-out-dense", every_layer))
+        dense = scheduler.spawn_background(dense_outputs())
     return (yield from score_beside_dense(scheduler, scorer, windows, "held-out", layers, dense))
 
 
