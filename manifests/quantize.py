@@ -17,7 +17,7 @@ Skipped = Literal[
     "q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj",
 ]  # fmt: skip
 OUTER_ROLES = ("embed", "head")
-LEVEL_KINDS: tuple[LevelKind, ...] = ("uniform", "normal", "learned")
+CHOSEN_LEVELS: tuple[LevelKind, ...] = ("uniform", "normal", "learned")  # of `levels: auto`
 DAMPING, LEAST_CLIP = 0.3, 0.5  # docs/results.md#constants-of-rounding
 FORMER_CONSTANTS = {"damping": 0.01, "least_clip": 0.875, "polish": 0}  # of jobs begun before these were fields
 OUTER_BITS = 8  # of embeddings and head with `bits: auto`, as no curve predicts the loss of fewer bits there
@@ -34,8 +34,9 @@ class Quantize(Block):
 
     `bits: auto` chooses 8, 4 or 3 (2, too, unless levels are uniform) for each part of a layer, together with its
     ranks, by predicted loss within `budget.bytes`. `levels`: uniform ones have fused kernels in engines; `normal` ones
-    (quantiles of the normal distribution) and `learned` ones (fitted to each matrix) lose less, and are stored in a
-    table beside each matrix; `auto` chooses the kind of least error for each matrix. `group`: columns that share a
+    (quantiles of the normal distribution), `iq4_nl` (4 bits; llama.cpp has kernels for them) and `learned` ones (fitted
+    to each matrix) lose less, and are stored in a table beside each matrix; `auto` chooses among uniform, normal and
+    learned ones for each matrix the kind of least error. `group`: columns that share a
     scale; null: one scale for each row. `what: all` also rounds token embeddings and the head, to 8 bits with `bits:
     auto`. `skip`: roles that keep the checkpoint's dtype; those of latent attention are called as in the source.
     `gate`, `up` and `down` are those of MLPs and of all experts of a mixture; `experts.down` and its like those of
@@ -49,7 +50,7 @@ class Quantize(Block):
     """
 
     bits: Literal[8, 4, 3, 2, "auto"]
-    levels: Literal["uniform", "normal", "learned", "auto"] = "uniform"
+    levels: Literal["uniform", "normal", "iq4_nl", "learned", "auto"] = "uniform"
     group: Literal[32, 64, 128] | None = 32
     symmetric: bool = True
     what: Literal["factors", "all"] = "factors"
@@ -73,6 +74,12 @@ class Quantize(Block):
         return self
 
     @model_validator(mode="after")
+    def _levels_fit_bits(self) -> Self:
+        if self.levels == "iq4_nl" and self.bits != 4:
+            raise ValueError(f"levels: iq4_nl has 16 levels, for bits: 4, not {self.bits}")
+        return self
+
+    @model_validator(mode="after")
     def _rounds_something(self) -> Self:
         if set(self.skip) >= {*QUANTIZED_ROLES, *self.outer_roles}:
             raise ValueError("skip: names every role, so that nothing would be rounded; leave out `quantize`")
@@ -85,7 +92,7 @@ class Quantize(Block):
     @property
     def kinds_of_levels(self) -> tuple[LevelKind, ...]:
         """Return the kinds of levels to choose from."""
-        return LEVEL_KINDS if self.levels == "auto" else (self.levels,)
+        return CHOSEN_LEVELS if self.levels == "auto" else (self.levels,)
 
     @property
     def may_have_tables(self) -> bool:

@@ -142,7 +142,7 @@ class StagedRecord(ShardRecord):
     path: Annotated[str, Field(pattern=r"^staged/layer-\d{5,}\.[0-9a-f]{32}\.safetensors$")]
 
 
-LevelKind = Literal["uniform", "normal", "learned"]  # the meaning of codes: themselves, or indices of a table
+LevelKind = Literal["uniform", "normal", "iq4_nl", "learned"]  # the meaning of codes: themselves, or indices of a table
 
 
 class Scheme(Record):

@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tools.benchmarks.memory_over_layers import Watch
-from tools.tuning import READS, Bench, add_options, linears
+from tools.tuning import READS, Bench, add_options
 
 SCRIPTS = Path(__file__).parent / "peer_programs"
 ROOT = Path(__file__).parents[1]
@@ -102,7 +102,7 @@ def ggml_rounded(library: ctypes.CDLL, name: str, weight_OI: Tensor, squares_I: 
 
 def by_ggml(bench: Bench, name: str, folder: Path) -> dict[str, Any]:
     """Round the model in memory by llama.cpp's kernels."""
-    library, begun, modules = ggml_library(folder), time.monotonic(), linears(bench.model)
+    library, begun, modules = ggml_library(folder), time.monotonic(), bench.modules
     stored = 0
     with safe_open(bench.inputs, "pt") as inputs:
         for (layer, role), module in modules.items():
@@ -138,9 +138,7 @@ def by_program(bench: Bench, checkpoint: str, peer: str, folder: Path) -> dict[s
     rounded.unlink()
     _, bits, group = settings
     whole = {
-        role
-        for (_, role), module in linears(bench.model).items()
-        if levels_of(module.weight, int(group)) > 2 ** int(bits)
+        role for (_, role), module in bench.modules.items() if levels_of(module.weight, int(group)) > 2 ** int(bits)
     }
     if whole:
         raise SystemExit(f"{peer} has left {', '.join(sorted(whole))} as they were; see {log.name}")
@@ -156,6 +154,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if unknown := [peer for peer in options.peers if peer.partition(":")[0] not in ("ggml", *PROGRAMS)]:
         raise SystemExit(f"{unknown[0]}: no such program; known: ggml, {', '.join(PROGRAMS)}")
+    whole = [peer for peer in options.peers if not peer.startswith("ggml:")]
+    if whole and options.every > 1:
+        raise SystemExit(f"--every {options.every}: {whole[0]} rounds all layers; only ggml rounds some")
     options.made.mkdir(parents=True, exist_ok=True)
     bench = Bench(options)
     done = {line["name"] for line in bench.results()}

@@ -7,8 +7,8 @@ Each argument is a block `quantize` of a manifest. Moments of inputs, gradients 
 and the dense model's final states are computed once and cached. Results are appended to FOLDER/results.jsonl, and
 blocks that have a result there are skipped, so that a killed run goes on. Each matrix is rounded by the product's
 `round_solution` and the moments of the dense model. Printed: the Kullback-Leibler divergence, in nats per token, on
-each scored text. Use one FOLDER for each model, text and number of windows. For dense models of transformers whose
-projections are named as Llama's.
+each scored text. Use one FOLDER for each model, text, number of windows and choice of layers. For dense models of
+transformers whose projections are named as Llama's.
 """
 
 from __future__ import annotations
@@ -70,18 +70,21 @@ def steps(ids: Tensor) -> Iterator[Tensor]:
     yield from ids.split(max(1, STEP_TOKENS // ids.shape[1]))
 
 
-def linears(model: Any) -> dict[tuple[int, str], nn.Linear]:
-    """Map layer and role to the projection."""
+def linears(model: Any, every: int = 1) -> dict[tuple[int, str], nn.Linear]:
+    """Map layer and role to the projection, for the first of each `every` layers."""
     found = {}
     for number, layer in enumerate(model.model.layers):
-        for name, module in layer.named_modules():
+        for name, module in layer.named_modules() if number % every == 0 else ():
             if (role := name.rpartition(".")[2].removesuffix("_proj")) in READS:
                 found[number, role] = module
     return found
 
 
-def input_moments(model: Any, ids: Tensor) -> dict[str, Tensor]:
-    """Return Σ x xᵀ at each point of each layer, float32."""
+Modules = Mapping[tuple[int, str], nn.Linear]
+
+
+def input_moments(model: Any, modules: Modules, ids: Tensor) -> dict[str, Tensor]:
+    """Return Σ x xᵀ at each point that these projections read, float32."""
     sums: dict[str, Tensor] = {}
 
     def hook(key: str, module: nn.Module, values: tuple[Tensor, ...]) -> None:
@@ -89,7 +92,7 @@ def input_moments(model: Any, ids: Tensor) -> dict[str, Tensor]:
 
     handles = [
         module.register_forward_pre_hook(partial(hook, f"{layer}.{READS[role]}"))
-        for (layer, role), module in linears(model).items()
+        for (layer, role), module in modules.items()
         if role in LEADERS
     ]
     with torch.no_grad():
@@ -100,8 +103,8 @@ def input_moments(model: Any, ids: Tensor) -> dict[str, Tensor]:
     return sums
 
 
-def output_gradients(model: Any, ids: Tensor) -> dict[str, Tensor]:
-    """Return the mean of g gᵀ at the outputs of each matrix, with labels drawn from the model, float32."""
+def output_gradients(model: Any, modules: Modules, ids: Tensor) -> dict[str, Tensor]:
+    """Return the mean of g gᵀ at the outputs of each projection, with labels drawn from the model, float32."""
     sums: dict[str, Tensor] = {}
 
     def hook(key: str, module: nn.Module, at_inputs: Any, at_outputs: Any) -> None:
@@ -109,7 +112,7 @@ def output_gradients(model: Any, ids: Tensor) -> dict[str, Tensor]:
 
     handles = [
         module.register_full_backward_hook(partial(hook, f"{layer}.{role}"))
-        for (layer, role), module in linears(model).items()
+        for (layer, role), module in modules.items()
     ]
     torch.manual_seed(0)
     for part in steps(ids):
@@ -205,6 +208,7 @@ class Bench:
         self.folder.mkdir(parents=True, exist_ok=True)
         model = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32)
         self.model = model.eval().requires_grad_(False)
+        self.modules = linears(self.model, options.every)
         tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
 
         def cut(place: str, count: int, length: int) -> Tensor:
@@ -215,7 +219,7 @@ class Bench:
         self.inputs, self.gradients, dense = (
             self.folder / f"{name}.safetensors" for name in ("inputs", "gradients", "dense")
         )
-        cached(self.inputs, lambda: input_moments(self.model, self.text))
+        cached(self.inputs, lambda: input_moments(self.model, self.modules, self.text))
         cached(dense, lambda: {place: final_states(self.model, ids) for place, ids in self.scored.items()})
         self.dense = load_file(dense)
 
@@ -246,9 +250,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = {block: parsed(block) for block in options.blocks}
     bench = Bench(options)
     done = {line["name"] for line in bench.results()}
-    modules = linears(bench.model)
+    modules = bench.modules
     if any(quantize.feedback == "both" for quantize in settings.values()):
-        cached(bench.gradients, lambda: output_gradients(bench.model, bench.text[: options.gradient_windows]))
+        cached(bench.gradients, lambda: output_gradients(bench.model, modules, bench.text[: options.gradient_windows]))
     stored = {key: module.weight.data.to(torch.bfloat16) for key, module in modules.items()}
     for block, quantize in settings.items():
         if block in done:
@@ -256,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         begun = time.monotonic()
         with safe_open(bench.inputs, "pt") as inputs, torch.no_grad():
             gradients = safe_open(bench.gradients, "pt") if quantize.feedback == "both" else None
-            for layer in range(len(bench.model.model.layers)):
+            for layer in sorted({number for number, _ in modules}):
                 weights = {role: weight for (number, role), weight in stored.items() if number == layer}
                 for role, values in round_layer(layer, weights, quantize, inputs, gradients).items():
                     modules[layer, role].weight.data.copy_(values)
@@ -271,6 +275,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--score", nargs="+", required=True, metavar="TEXT", help="texts whose windows are scored")
     parser.add_argument("--cache", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="round one layer in N, for a large model")
     parser.add_argument("--start-token", type=int, help="id that begins each window (Gemma's <bos>: 2)")
     parser.add_argument("--windows", type=int, default=32)
     parser.add_argument("--length", type=int, default=1024)

@@ -40,10 +40,11 @@ def engine_table(config: Mapping[str, Any], cache_share: float) -> str:
         ("vLLM (Transformers backend)", f"`vllm serve PATH --trust-remote-code{loops}`", _backend(described, rounded)),
     ]
     export, cut = "python -m pipeline.export PATH", _kept_by_exports(config, described)
-    option, uniform = (" --multiply-out", " and have uniform levels") if tables else ("", "")
-    if not export_faults(config, "gguf", tables):
-        codes = f"; codes of 8 and 4 bits of matrices that are not factored{uniform}" if rounded else ""
-        codes = "" if is_mixture(config) else codes  # multiplied out
+    uniform = " and have uniform levels" if tables else ""
+    if (option := _gguf_option(config)) is not None:
+        which = uniform if option else ""
+        codes = f"; codes of 8 and 4 bits of matrices that are not factored{which}" if rounded or not option else ""
+        codes = codes if (rounded or tables) and not is_mixture(config) else ""  # of mixtures multiplied out
         rows.append(("llama.cpp", f"`{export} --to gguf{option} FILE`", cut + codes))
     kept = f"; codes of matrices that are not factored{uniform}" if rounded else ""
     if not export_faults(config, "stock"):
@@ -55,6 +56,13 @@ def engine_table(config: Mapping[str, Any], cache_share: float) -> str:
     elif not export_faults(config, "dense"):
         rows.append(("any other", f"`{export} --to dense DEST`", "nothing"))
     return _table(rows)
+
+
+def _gguf_option(config: Mapping[str, Any]) -> str | None:
+    """Return the option with which a GGUF file can be written, empty if it needs none; None if none can be."""
+    if not export_faults(config, "gguf"):
+        return ""
+    return None if export_faults(config, "gguf", multiply_out=True) else " --multiply-out"
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
@@ -140,8 +148,9 @@ def _lost(inputs: Inputs) -> dict[str, str]:
     lost: dict[str, list[str]] = {"vllm": [], "llama.cpp": []}
     if quantize and (bits or quantize.may_have_tables):
         slow = f"{' and '.join(map(str, sorted(bits)))} bits" if bits else f"{quantize.levels} levels"
-        for reasons in lost.values():
-            reasons.append(f"has no kernel for {slow}, which are multiplied out")
+        for engine, reasons in lost.items():
+            if (engine, quantize.levels) != ("llama.cpp", "iq4_nl"):
+                reasons.append(f"has no kernel for {slow}, which are multiplied out")
     elif quantize:
         lost["vllm"].append("multiplies codes out on a CPU, except 4 bits of a model in 16 bits where it has AVX-512")
     if inputs.manifest.methods and any(role not in mlps for task in inputs.tasks for role in task.roles):
@@ -169,8 +178,8 @@ def planned_engines(config: Mapping[str, Any], stays_stored: bool = False) -> li
         engines.append("vLLM with Lamina's serving package")
     elif not _backend(described, rounded).startswith(NOT_SERVED):
         engines.append("vLLM's Transformers backend")
-    if not export_faults(config, "gguf", tables):
-        engines.append(f"llama.cpp after `export --to gguf{' --multiply-out' if tables else ''}`")
+    if (option := _gguf_option(config)) is not None:
+        engines.append(f"llama.cpp after `export --to gguf{option}`")
     return engines
 
 

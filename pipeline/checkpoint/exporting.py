@@ -130,7 +130,7 @@ def _write(
         for path in map(layer.path, whole_roles(config, layer)):
             if path in packed:
                 del tensors[path + WEIGHT]
-                parts = checkpoint.read(sorted(packed_names(path + WEIGHT)))
+                parts = checkpoint.read(sorted(packed_names(path + WEIGHT, checkpoint.tensors)))
                 parts = in_groups_of(packed[path].group, path, parts)
                 tensors |= nf4_tensors(path, parts, packed[path].group or 0) if nf4 else parts
                 rounded[path] = packed[path]

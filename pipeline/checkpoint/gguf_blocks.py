@@ -1,7 +1,7 @@
 """Repack rounded matrices as llama.cpp's blocks of 32, with the same codes, and the group's scale as float16 in each.
 
-Q8_0: the scale and 32 int8. Q4_0: the scale and 16 bytes, number j of a block in the low half of byte j, j + 16 in
-the high half, as code + 8. Legend: O outputs, I inputs, B blocks of a row.
+Q8_0: the scale and 32 int8. Q4_0, and IQ4_NL for `iq4_nl` levels: the scale and 16 bytes, number j of a block in the
+low half of byte j, j + 16 in the high half, as code + 8. Legend: O outputs, I inputs, B blocks of a row.
 """
 
 from __future__ import annotations
@@ -11,21 +11,34 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from manifests.records import Scheme
+from manifests.records import LevelKind, Scheme
+from pipeline.kernels.levels import iq4_nl_levels
 
 BLOCK = 32
-Kind = Literal["Q8_0", "Q4_0"]
-KINDS: dict[int, Kind] = {8: "Q8_0", 4: "Q4_0"}
-BYTES: dict[Kind, int] = {"Q8_0": 2 + BLOCK, "Q4_0": 2 + BLOCK // 2}
-ROUNDING = 2.0**-11  # relative rounding error of float16, by which a scale may change
+Kind = Literal["Q8_0", "Q4_0", "IQ4_NL"]
+KINDS: dict[tuple[LevelKind, int], Kind] = {("uniform", 8): "Q8_0", ("uniform", 4): "Q4_0", ("iq4_nl", 4): "IQ4_NL"}
+BYTES: dict[Kind, int] = {"Q8_0": 2 + BLOCK, "Q4_0": 2 + BLOCK // 2, "IQ4_NL": 2 + BLOCK // 2}
+ROUNDING = 2.0**-11  # of a row's largest scale: by so much a scale may change in float16
 
 
-def block_kind(scheme: Scheme, columns: int, scales_OS: Tensor) -> Kind | None:
-    """Return the kind of block for these codes, or None if none fits or float16 cannot represent the scales."""
-    fits = not scheme.has_table and columns % BLOCK == 0 and (scheme.group is None or scheme.group % BLOCK == 0)
-    exact_OS = scales_OS.to(torch.float64)
-    near = (exact_OS.to(torch.float16).to(torch.float64) - exact_OS).abs() <= ROUNDING * exact_OS.abs()
-    return KINDS.get(scheme.bits) if fits and bool(near.all()) else None
+def block_kind(scheme: Scheme, columns: int, scales_OS: Tensor, levels_n: Tensor | None = None) -> Kind | None:
+    """Return the kind of block for these codes, or None if none fits or float16 cannot represent the scales.
+
+    `levels_n`: the stored table, of which only IQ4_NL's own has blocks.
+    """
+    if levels_n is not None and not is_iq4_nl(levels_n):
+        return None
+    fits = columns % BLOCK == 0 and (scheme.group is None or scheme.group % BLOCK == 0)
+    zeros_OS = scales_OS.abs() <= torch.finfo(scales_OS.dtype).tiny  # the scale of a group of zeros in a table
+    exact_OS = scales_OS.to(torch.float64).masked_fill(zeros_OS, 0.0)
+    change_OS = (exact_OS.to(torch.float16).to(torch.float64) - exact_OS).abs()
+    near = bool((change_OS <= ROUNDING * exact_OS.abs().amax(dim=1, keepdim=True)).all())
+    return KINDS.get((scheme.levels, scheme.bits)) if fits and near else None
+
+
+def is_iq4_nl(levels_n: Tensor) -> bool:
+    """Return True if a table holds the levels of IQ4_NL."""
+    return levels_n.shape == (16,) and torch.equal(levels_n.to(torch.float64).cpu(), iq4_nl_levels(4))
 
 
 def blocks(codes_OI: Tensor, scales_OS: Tensor, kind: Kind) -> Tensor:
@@ -34,7 +47,7 @@ def blocks(codes_OI: Tensor, scales_OS: Tensor, kind: Kind) -> Tensor:
     count = columns // BLOCK
     scales_OB = scales_OS.repeat_interleave(count // scales_OS.shape[1], dim=1).to(torch.float16)
     codes_OBn = codes_OI.reshape(rows, count, BLOCK)
-    if kind == "Q4_0":
+    if kind != "Q8_0":
         low_OBn, high_OBn = (codes_OBn + 8).to(torch.uint8).chunk(2, dim=2)
         codes_OBn = low_OBn | high_OBn << 4
     parts = scales_OB[..., None].contiguous().view(torch.uint8), codes_OBn.contiguous().view(torch.uint8)

@@ -1,10 +1,10 @@
 """Export a compressed checkpoint as one GGUF file for llama.cpp. Factors are multiplied out; MLPs keep their widths.
 
-Matrices of 8 and 4 bits that are not factored keep their codes, as Q8_0 and Q4_0. Mixtures of experts, whose codes are
-multiplied out, are in `gguf_mixtures`. The architecture of dense models is `llama` if all MLPs have one width, else
-`deci`, whose sizes are lists by layer. Both rotate neighbours (2i, 2i + 1), while our families rotate halves
-(i, i + d/2), so the rows of q and k are reordered, as are
-their biases, if the model has some. The package gguf is an extra: `pip install 'CHECKOUT[gguf]'`.
+Matrices of 8 and 4 bits that are not factored keep their codes, as Q8_0 and Q4_0, or as IQ4_NL with its levels.
+Mixtures of experts, whose codes are multiplied out, are in `gguf_mixtures`. The architecture of dense models is `llama`
+if all MLPs have one width, else `deci`, whose sizes are lists by layer. Both rotate neighbours (2i, 2i + 1), while our
+families rotate halves (i, i + d/2), so the rows of q and k are reordered, as are their biases, if the model has some.
+The package gguf is an extra: `pip install 'CHECKOUT[gguf]'`.
 
 Legend: D hidden, n heads, d head_dim.
 """
@@ -42,7 +42,7 @@ from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.families.registry import geometry_of
 from pipeline.inputs.source_dtypes import source_dtype
 from pipeline.kernels.packing import unpack
-from pipeline.rounding.schemes import PACKED, SCALE, SHAPE, packed_modules, rounded_modules
+from pipeline.rounding.schemes import LEVELS, PACKED, SCALE, SHAPE, packed_modules, rounded_modules
 from stores.corpus import load_tokenizer
 from stores.durable import partial_path, storage_errors
 from stores.model_files import TOKENIZERS
@@ -238,8 +238,9 @@ def _rounded_matrices(checkpoint: SourceCheckpoint, config: Mapping[str, Any]) -
     for path, scheme in rounded_modules(config, packed_modules(checkpoint.tensors)).items():
         if path not in heads:
             continue
-        parts = checkpoint.read([path + SCALE, path + SHAPE])
-        kind = block_kind(scheme, int(parts[path + SHAPE][1]), parts[path + SCALE])
+        tables = [path + LEVELS] if scheme.has_table else []
+        parts = checkpoint.read([path + SCALE, path + SHAPE, *tables])
+        kind = block_kind(scheme, int(parts[path + SHAPE][1]), parts[path + SCALE], parts.get(path + LEVELS))
         if kind is not None:
             matrices[names[path]] = _RoundedMatrix(path, scheme, kind, heads[path])
     return matrices

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from manifests.errors import InputError
 from manifests.records import Scheme
 from pipeline.kernels.levels import normal_levels
 from pipeline.kernels.packing import unpack
-from pipeline.rounding.schemes import FIELD, PACKED, SCALE, SHAPE, TABLES, WEIGHT
+from pipeline.rounding.schemes import FIELD, LEVELS, PACKED, SCALE, SHAPE, TABLES, WEIGHT
 
 BITS = 4
 BLOCKS = (32, 64, 128)  # numbers per absmax; 32 since bitsandbytes 0.50
@@ -33,7 +34,15 @@ def is_nf4(config: Mapping[str, Any]) -> bool:
 
 
 def nf4_tensors(path: str, parts: Mapping[str, Tensor], block: int) -> dict[str, Tensor]:
-    """Return the tensors that replace a module's packed ones. `block`: the group of its scheme."""
+    """Return the tensors that replace a module's packed ones. `block`: the group of its scheme.
+
+    Raises InputError if its table has other levels, as earlier versions of `heal` trained them.
+    """
+    levels_n = parts[path + LEVELS]
+    if not torch.equal(levels_n, normal_levels(BITS).to(levels_n.dtype)):
+        raise InputError(
+            f"{path}: its levels were trained (heal) and are not NF4's; --multiply-out stores all matrices unrounded"
+        )
     shape = parts[path + SHAPE].tolist()
     numbers = unpack(parts[path + PACKED], BITS, shape[1]).flatten().to(torch.int16) + 2 ** (BITS - 1)
     scales_OS = parts[path + SCALE]

@@ -50,7 +50,9 @@ def export_faults(config: Mapping[str, Any], target: ExportTarget, multiply_out:
     config = counted(config)
     described = LayersConfig(**config)
     faults = _value_faults(config, described)
-    tables = (config.get(TABLES) or {}).values()
+    tables = [*(config.get(TABLES) or {}).values()]
+    if target == "gguf":  # keeps the codes, or of mixtures multiplies them out like uniform ones
+        tables = [scheme for scheme in tables if scheme["levels"] != "iq4_nl"]
     kept = target == "dense" or (target == "stock" and is_nf4(config))
     if tables and not kept and not multiply_out:
         kinds = " and ".join(sorted({scheme["levels"] for scheme in tables}))
@@ -296,7 +298,7 @@ FIELDS: Mapping[str, Rule] = {
     "source_dtypes": _in_file,
     "foreign": _foreign,
     "wrapper": _wrapper,
-    "level_tables": _in_file,  # multiplied out, see `export_faults`
+    "level_tables": _in_file,  # IQ4_NL's own; others multiplied out, see `export_faults`
     "stored_formats": _in_file,  # decoded
     "block": _in_file,  # see BLOCK
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _harmless),  # the tokenizer gives them

@@ -136,8 +136,9 @@ def _unheld_by_vllm(fit: Fit, manifest: Manifest, geometry: Geometry) -> Iterato
 
 def _unheld_by_llama_cpp(fit: Fit, manifest: Manifest, geometry: Geometry) -> Iterator[str]:
     quantize, mixture = manifest.quantize, any(layer.num_experts for layer in geometry.layers)
-    if quantize is not None and (mixture or quantize.may_have_tables or {*quantize.choices} - FAST_BITS):
-        kept = "no codes of mixtures" if mixture else "codes of 8 or 4 bits with uniform levels alone"
+    has_blocks = quantize is not None and quantize.levels in ("uniform", "iq4_nl") and {*quantize.choices} <= FAST_BITS
+    if quantize is not None and (mixture or not has_blocks):
+        kept = "no codes of mixtures" if mixture else "codes of 8 or 4 bits with uniform or iq4_nl levels alone"
         yield f"a GGUF file keeps {kept}, and has others multiplied out; change quantize"
     for position, entry in enumerate(manifest.methods):
         narrow = isinstance(entry, OfExperts) or (isinstance(entry, FlatLLM) and not entry.attention)

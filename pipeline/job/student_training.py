@@ -129,8 +129,9 @@ def _student_folder(job: JobContext) -> Iterator[tuple[Storage, Mapping[str, Any
 
 def trained_tensors(job: JobContext, compression: Mapping[str, Any], settings: Heal) -> dict[str, torch.dtype]:
     """Return the stored names of the tensors that are trained, with their dtypes: in compressed layers, the tensors
-    that a method wrote, norms and biases; packed codes if asked for. Routers stay, weights in the source's formats, and
-    rounded embeddings and heads, which are staged beside a layer."""
+    that a method wrote, norms and biases; packed codes if asked for. Routers stay, weights in the source's formats,
+    tables of levels that were not learned, because engines have theirs built in, and rounded embeddings and heads,
+    which are staged beside a layer."""
     names = {}
     source = job.inputs.source.tensors.values()
     kept = {(part.name, part.dtype) for record in source if record.form is not None for part in record.stored}
@@ -139,6 +140,8 @@ def trained_tensors(job: JobContext, compression: Mapping[str, Any], settings: H
         assert entry is not None
         routers = tuple(f"{geometry.path(role)}." for role in (ROUTER, ROUTER_BIAS) if role in geometry.roles)
         for name, tensor in entry.staged.tensors.items():
+            if name.endswith(LEVELS) and entry.rounded[name.removesuffix(LEVELS)].levels != "learned":
+                continue
             dtype, flat = DTYPES[tensor.dtype], len(tensor.shape) == 1 and not name.endswith(LEVELS)
             written = compression["tensors"][name]["origin"] != "copied" and settings.what != "norms"
             trains = dtype.is_floating_point or (settings.what == "codes" and name.endswith(PACKED))

@@ -1,4 +1,4 @@
-"""Tables of levels for codes of a few bits: quantiles of the normal distribution, or fitted to a matrix.
+"""Tables of levels for codes of a few bits: quantiles of the normal distribution, llama.cpp's, or fitted to a matrix.
 
 A code c stands for level · scale, with the level's number c + n/2 in the table. A scale may be negative, so that a
 table with more levels on one side serves the side of each group that needs them. docs/methods.md#levels.
@@ -7,6 +7,7 @@ Legend: O outputs (rows), I inputs (columns), g columns of a group, S scales of 
 borders between neighbouring levels (n - 1), N numbers.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from pipeline.kernels.packing import code_range, stored_scales
 
-TableKind = Literal["normal", "learned"]
-LevelKind = Literal["uniform", "normal", "learned"]
+TableKind = Literal["normal", "iq4_nl", "learned"]
+LevelKind = Literal["uniform", TableKind]
 CLIPS = tuple(1.0 - 0.03 * step for step in range(18))  # of the largest magnitude, tried as scales, of either sign
 FED_CLIPS = tuple(1.0 - 0.09 * step for step in range(6))  # tried with error feedback, fewer because both signs are
 LLOYD_STEPS = 25
@@ -54,6 +55,17 @@ def normal_levels(bits: int) -> Tensor:
         for steps in (count // 2, count // 2 + 1)
     )
     return torch.cat((-lower_n.flip(0) / lower_n[-1], upper_n[1:] / upper_n[-1]))
+
+
+def iq4_nl_levels(bits: int) -> Tensor:
+    """Return the levels (16) of llama.cpp's type IQ4_NL (`kvalues_iq4nl` of ggml), float64. Raises ValueError unless
+    `bits` is 4."""
+    if bits != 4:
+        raise ValueError(f"iq4_nl levels are for 4 bits, not {bits}")
+    return torch.tensor((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), dtype=torch.float64)
+
+
+FIXED: Mapping[TableKind, Callable[[int], Tensor]] = {"normal": normal_levels, "iq4_nl": iq4_nl_levels}
 
 
 def uniform_levels(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -103,9 +115,10 @@ def choose_table(
     importance_I = weight_OI.new_ones(columns, dtype=torch.float64) if importance_I is None else importance_I
     importance_I = importance_I / importance_I.max()
     width = columns if group is None else group
-    if kind == "normal":
-        levels_n = normal_levels(bits).to(weight_OI.device, dtype)
-        return Table(levels_n, _search_scales(weight_OI, width, levels_n, importance_I, clips))
+    if kind in FIXED:
+        levels_n = FIXED[kind](bits).to(weight_OI.device, dtype)
+        largest = float(levels_n.abs().max())
+        return Table(levels_n, _search_scales(weight_OI, width, levels_n, importance_I, clips, largest))
     rows = slice(None, None, max(1, -(-weight_OI.numel() // FITTED_NUMBERS)))
     fitted_oI = weight_OI[rows]
     scales_oS = _signed_peaks(fitted_oI, width)
@@ -136,12 +149,18 @@ def _signed_peaks(weight_OI: Tensor, width: int) -> Tensor:
 
 
 def _search_scales(
-    weight_OI: Tensor, width: int, levels_n: Tensor, importance_I: Tensor, clips: tuple[float, ...]
+    weight_OI: Tensor,
+    width: int,
+    levels_n: Tensor,
+    importance_I: Tensor,
+    clips: tuple[float, ...],
+    largest: float = 1.0,
 ) -> Tensor:
     """Return scales (O, S) of the levels' dtype of least Σ importance · error² to the nearest level.
 
-    Candidates are `clips` of the largest magnitude, with either sign. Errors are compared in float32, relative to the
-    largest magnitude. Groups of zeros get the smallest scale, because the table may have no zero.
+    Candidates are `clips` of the largest magnitude over the `largest` level, with either sign. Errors are compared in
+    float32, relative to the largest magnitude. Groups of zeros get the smallest scale, because the table may have no
+    zero.
     """
     importance_Sg = importance_I.to(torch.float32).reshape(-1, width)
     table_n = levels_n.to(torch.float32)
@@ -154,7 +173,7 @@ def _search_scales(
         shares_oSg = (groups_oSg / unit_oS[..., None]).to(torch.float32)
         best_oS, least_oS = unit_oS, torch.full_like(unit_oS, torch.inf, dtype=torch.float32)
         for factor in (*clips, *(-clip for clip in clips)):
-            scales_oS = stored_scales(unit_oS * factor, dtype)
+            scales_oS = stored_scales(unit_oS * (factor / largest), dtype)
             steps_oS1 = (scales_oS / unit_oS).to(torch.float32)[..., None]
             nearest_oSg = table_n[torch.bucketize(shares_oSg / steps_oS1, borders_b)]
             errors_oS = (nearest_oSg.mul_(steps_oS1).sub_(shares_oSg).square_() * importance_Sg).sum(dim=-1)

@@ -58,9 +58,8 @@ def _lines(command: str, places: JobPlaces, goal: Goal, settings: Settings) -> I
     if goal.recipe is not None:
         yield from _recipe(goal.recipe, goal.unrounded)
     elif goal.field == "bytes":
-        skip = f", skip: [{', '.join(goal.unrounded)}]" if goal.unrounded else ""
         reader = "transformers loads these with compressed-tensors"
-        yield f"quantize: {{bits: {goal.bits}{skip}}}  # {reader if goal.bits == 'auto' else KERNELS}"
+        yield f"{_quantize(goal.bits, goal.levels, goal.unrounded)}  # {reader if goal.bits == 'auto' else KERNELS}"
     if goal.recipe is None:
         yield from _method(goal)
     yield "calibration:"
@@ -90,10 +89,15 @@ def _limit(goal: Goal) -> str:
 def _recipe(recipe: Recipe, unrounded: Sequence[str]) -> Iterator[str]:
     """Yield the methods and the rounding of a recipe."""
     if recipe.bits is not None:
-        skip = f", skip: [{', '.join(unrounded)}]" if unrounded else ""
-        levels = "" if recipe.levels == "uniform" else f", levels: {recipe.levels}"
-        yield f"quantize: {{bits: {recipe.bits}{levels}{skip}}}"
+        yield _quantize(recipe.bits, recipe.levels, unrounded)
     yield f"methods: [{', '.join(recipe.entries)}]  # {recipe.label}"
+
+
+def _quantize(bits: int | str, levels: str, unrounded: Sequence[str]) -> str:
+    """Return the block `quantize`, in YAML."""
+    given = "" if levels == "uniform" else f", levels: {levels}"
+    skip = f", skip: [{', '.join(unrounded)}]" if unrounded else ""
+    return f"quantize: {{bits: {bits}{given}{skip}}}"
 
 
 def _text_fields(text: Text) -> Iterator[str]:

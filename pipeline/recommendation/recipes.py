@@ -35,7 +35,7 @@ class Recipe:
 
     label: str
     bits: Literal[8, 4, 3, "auto"] | None = None
-    levels: Literal["uniform", "normal"] = "uniform"
+    levels: Literal["uniform", "normal", "iq4_nl"] = "uniform"
     entries: tuple[str, ...] = ()
     cache: bool = False
 
@@ -115,8 +115,8 @@ def _of_vllm(fit: Fit, solved: str) -> list[Recipe]:
 def _of_llama_cpp() -> list[Recipe]:
     return [
         Recipe("8 bits", 8),
-        Recipe("4 bits", 4),
-        Recipe("4 bits and narrower MLPs", 4, entries=(NARROW,)),
+        Recipe("4 bits", 4, "iq4_nl"),
+        Recipe("4 bits and narrower MLPs", 4, "iq4_nl", (NARROW,)),
     ]
 
 

@@ -70,6 +70,11 @@ class Goal:
             return "auto"
         return "8" if self.value >= EIGHT_BITS_FROM else "4"
 
+    @property
+    def levels(self) -> str:
+        """The levels of codes: those of llama.cpp's kernels that lose least, elsewhere uniform ones."""
+        return "iq4_nl" if (self.engine, self.bits, self.mixture) == ("llama.cpp", "4", False) else "uniform"
+
 
 @dataclass(frozen=True)
 class Settings:

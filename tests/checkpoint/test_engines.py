@@ -82,6 +82,10 @@ def table(kind: Any, source: str = "llama-gqa", share: float = 0.5, cache: float
             "narrower MLPs; NF4 codes, for bitsandbytes, of matrices that are not factored",
         ),
         (
+            table(pruned, level_tables={"q": {"bits": 4, "group": 64, "levels": "iq4_nl"}})[3:],
+            ["narrower MLPs; codes of 8 and 4 bits of matrices that are not factored", "narrower MLPs"],
+        ),
+        (
             table(pruned, level_tables=TABLES, quantization_config=ROUNDED)[0],
             "on the disk and in memory; each product looks levels up in tables, which takes time; with uniform levels "
             "on the disk, and in memory until the first token, which dequantizes these weights; nothing of the cache",

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from manifests.errors import InputError
 from manifests.records import Scheme
 from pipeline.checkpoint.nf4 import BITS, QUANT_STATE, is_nf4, nf4_config, nf4_tensors
 from pipeline.kernels.levels import normal_levels
@@ -33,6 +34,14 @@ def test_it_stands_for_the_same_weight() -> None:
     read = torch.stack([table[nibble] * absmax[place // 32] for place, nibble in enumerate(nibbles)]).view(3, 64)
     expected = levels.float()[codes.long() + 8] * scales.float().repeat_interleave(32, dim=1)
     assert torch.equal(read, expected)
+
+
+def test_levels_that_were_trained_are_refused() -> None:
+    levels = normal_levels(BITS).to(torch.bfloat16)
+    levels[3] *= 1.1
+    parts = packed_tensors("q", torch.zeros(1, 32, dtype=torch.int8), torch.ones(1, 1), Scheme(**NF4), levels)
+    with pytest.raises(InputError, match="q: its levels were trained"):
+        nf4_tensors("q", parts, 32)
 
 
 @pytest.mark.parametrize(

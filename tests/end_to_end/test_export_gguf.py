@@ -31,6 +31,7 @@ TEXTS = (
 )  # fmt: skip
 UNIFORM = {"methods": [{"method": "flat_llm", "ranks": {"value": 9, "mlp": 33}}], "budget": None}
 ROUNDED = {"methods": [], "budget": None, "quantize": {"bits": 4, "group": 32, "what": "all"}}
+ON_LEVELS: dict[str, Any] = {**ROUNDED, "quantize": {"bits": 4, "group": 32, "what": "all", "levels": "iq4_nl"}}
 BY_LAYER = {"methods": [{"method": "flat_llm", "layers": [1], "ranks": {"mlp": 33}}], "budget": None}
 
 
@@ -111,7 +112,8 @@ def test_products_of_factors_in_float32(tmp_path: Path, job: MakeJob) -> None:
 
 @needs_gguf
 @pytest.mark.usefixtures("inline")
-def test_codes_are_kept(tmp_path: Path, job: MakeJob) -> None:
+@pytest.mark.parametrize(("levels", "kind"), [("uniform", "Q4_0"), ("iq4_nl", "IQ4_NL")])
+def test_codes_are_kept(levels: str, kind: str, tmp_path: Path, job: MakeJob) -> None:
     """Where blocks hold them, narrow MLPs and the ends among them; the file is as much smaller."""
     import gguf
 
@@ -119,13 +121,13 @@ def test_codes_are_kept(tmp_path: Path, job: MakeJob) -> None:
     ranks = {"value": 16, "mlp": 64}
     made = job(
         source, budget=None, methods=[{"method": "flat_llm", "ranks": ranks}],
-        **{"quantize": {"bits": 4, "group": 64, "what": "all"}},
+        **{"quantize": {"bits": 4, "group": 64, "what": "all", "levels": levels}},
     )  # fmt: skip
     made.run().json  # noqa: B018 - asserts the exit code
     _, fields, tensors = written(made)
     kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(made.root / "model.gguf").tensors}
     assert kinds["blk.0.attn_norm.weight"] == "F32"
-    assert {kinds[f"{name}.weight"] for name in ("blk.0.ffn_up", "blk.1.attn_q", "token_embd", "output")} == {"Q4_0"}
+    assert {kinds[f"{name}.weight"] for name in ("blk.0.ffn_up", "blk.1.attn_q", "token_embd", "output")} == {kind}
     ids_BT = some_tokens(320)
     found = relative_error(logits_of(as_llama(fields, tensors), ids_BT), logits_of(load(made.output), ids_BT))
     assert found < 2e-3  # scales are float16 in the file
@@ -157,7 +159,9 @@ def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
 @needs_llama_cpp
 @needs_gguf
 @pytest.mark.usefixtures("inline")
-@pytest.mark.parametrize("method", [UNIFORM, BY_LAYER, ROUNDED], ids=["llama", "deci", "rounded"])
+@pytest.mark.parametrize(
+    "method", [UNIFORM, BY_LAYER, ROUNDED, ON_LEVELS], ids=["llama", "deci", "rounded", "on-levels"]
+)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_llama_cpp_computes_the_same(family: str, method: dict[str, Any], tmp_path: Path, job: MakeJob) -> None:
     sizes = {
@@ -177,7 +181,7 @@ def test_llama_cpp_computes_the_same(family: str, method: dict[str, Any], tmp_pa
     ids_BT = some_tokens(320, length=16)[:1]
     got = LlamaCpp(destination).log_probabilities(ids_BT[0].tolist(), sizes["vocab_size"])
     expected = logits_of(load(made.output), ids_BT)[0].log_softmax(-1)
-    if method is ROUNDED:  # beside codes it rounds activations, to 8 bits
+    if method in (ROUNDED, ON_LEVELS):  # beside codes it rounds activations, to 8 bits
         assert relative_error(got, expected) < 0.08
         return
     assert relative_error(got, expected) < 0.02

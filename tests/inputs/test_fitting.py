@@ -133,7 +133,8 @@ def test_other_faults_are_reported_as_they_are() -> None:
         ({"engine": "vllm", "device": "gpu"}, {"bits": 3}, None, "vLLM has kernels for quantize.bits: 4 or 8"),
         ({"engine": "vllm"}, {"bits": 8}, None, "quantize.bits: 4 on a CPU"),
         ({"engine": "vllm"}, None, {"method": "mla", "cache_keep": 0.5}, "caches whole heads of mla on a CPU"),
-        ({"engine": "llama.cpp"}, {"bits": 3}, None, "codes of 8 or 4 bits with uniform levels alone"),
+        ({"engine": "llama.cpp"}, {"bits": 3}, None, "codes of 8 or 4 bits with uniform or iq4_nl"),
+        ({"engine": "llama.cpp"}, NORMAL, None, "codes of 8 or 4 bits with uniform or iq4_nl levels alone"),
         ({"engine": "llama.cpp"}, None, {"method": "loss_aware"}, "factors of loss_aware are multiplied out"),
         ({}, None, {"method": "lestd", "target": "attention"}, "give prune: false"),
         ({"context": 10**6}, None, None, "budget.fit.context: 1000000 is longer than the model's"),
@@ -152,6 +153,7 @@ def test_forms_that_an_engine_does_not_hold_are_refused(
         ({"engine": "vllm", "device": "gpu"}, {"bits": 8}, ()),
         ({"engine": "vllm"}, {"bits": 4}, ()),
         ({"engine": "llama.cpp"}, {"bits": 4}, ({"method": "flat_llm", "attention": False},)),
+        ({"engine": "llama.cpp"}, {"bits": 4, "levels": "iq4_nl"}, ()),
         ({}, {"bits": "auto", "levels": "normal"}, ({"method": "loss_aware"},)),
     ],
 )

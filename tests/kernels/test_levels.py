@@ -18,6 +18,7 @@ from pipeline.kernels.levels import (
     choose_table,
     clips_from,
     fitted_levels,
+    iq4_nl_levels,
     normal_levels,
 )
 from pipeline.kernels.packing import scaled
@@ -29,11 +30,25 @@ NF4 = [  # bitsandbytes, csrc/kernels.cu
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 ]  # fmt: skip
 DAMPING = 0.1
+OF_BITS: list[tuple[TableKind, int]] = [
+    *((kind, bits) for kind in ("normal", "learned") for bits in (2, 3, 4)),
+    ("iq4_nl", 4),
+]
 KINDS: tuple[TableKind, ...] = ("normal", "learned")
 
 
 def test_four_bits_are_those_of_nf4() -> None:
     assert torch.allclose(normal_levels(4), torch.tensor(NF4, dtype=torch.float64), atol=1e-6)
+
+
+def test_levels_of_iq4_nl_are_llama_cpps() -> None:
+    gguf = pytest.importorskip("gguf")
+    codes = torch.arange(16, dtype=torch.uint8)
+    block = torch.cat((torch.tensor([1.0], dtype=torch.float16).view(torch.uint8), codes | codes << 4))
+    read = gguf.quants.dequantize(block[None].numpy(), gguf.GGMLQuantizationType.IQ4_NL)
+    assert iq4_nl_levels(4).tolist() * 2 == read[0].tolist()
+    with pytest.raises(ValueError, match="4 bits, not 3"):
+        iq4_nl_levels(3)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 5, 8])
@@ -67,18 +82,19 @@ def test_fitted_levels_are_means_of_what_is_nearest_to_them(seed: int) -> None:
         assert float(fitted[level]) == pytest.approx(mean(nearest == level))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "bits"), [("normal", 3), ("iq4_nl", 4), ("learned", 3)])
 @pytest.mark.parametrize(("columns", "group"), [(32, 16), (24, None)])
-def test_scales_are_the_best_candidates(columns: int, group: int | None, kind: TableKind) -> None:
+def test_scales_are_the_best_candidates(columns: int, group: int | None, kind: TableKind, bits: int) -> None:
     weight = random(6, columns)
     weight[2] = 0.0
-    table = choose_table(weight, 3, group, torch.float32, kind, None)
+    table = choose_table(weight, bits, group, torch.float32, kind, None)
+    largest = 127 if kind == "iq4_nl" else 1
     groups = weight.unflatten(1, (-1, group or columns))
     for row in (0, 5):
         for place in range(table.scales.shape[1]):
             numbers = groups[row, place]
             peak = numbers.abs().max()
-            candidates = [float((peak * clip * sign).float()) for clip in CLIPS for sign in (1, -1)]
+            candidates = [float((peak * clip * sign / largest).float()) for clip in CLIPS for sign in (1, -1)]
             errors = [
                 float((numbers[:, None] - table.levels.double() * each).square().amin(1).sum()) for each in candidates
             ]
@@ -87,9 +103,8 @@ def test_scales_are_the_best_candidates(columns: int, group: int | None, kind: T
     assert (table.scales[2] == torch.finfo(torch.float32).tiny).all()
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("tokens", [400, 20], ids=["full", "deficient"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "bits"), OF_BITS)
 def test_levels_lose_less_than_uniform_ones(kind: TableKind, tokens: int, bits: int) -> None:
     """Of numbers as trained models have them: normal, rows and columns of different sizes."""
     inputs = random(tokens, 96, seed=1) @ random(96, 96, seed=2)

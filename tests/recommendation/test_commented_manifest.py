@@ -51,6 +51,7 @@ def test_what_is_written_is_read(goal: Goal, name: str) -> None:
     ("goal", "method", "bits"),
     [
         (Goal("bytes", 0.3, engine="vllm"), {"correct": "output"}, 4),
+        (Goal("bytes", 0.3, engine="llama.cpp"), {"attention": False, "allocation": "loss"}, 4),
         (Goal("bytes", 0.7, engine="llama.cpp"), {"attention": False, "allocation": "loss"}, 8),
         (Goal("keep", 0.6, engine="llama.cpp"), {"attention": False, "allocation": "loss"}, None),
         (Goal("keep", 0.6, engine="llama.cpp", mixture=True), {"shapes": "stock"}, None),
@@ -62,6 +63,8 @@ def test_an_engine_gets_what_it_keeps(goal: Goal, method: dict[str, object], bit
     manifest = parse_manifest(decode_document(text.encode(), "it"), "it")
     assert {name: getattr(manifest.methods[0], name) for name in method} == method
     assert (manifest.quantize and manifest.quantize.bits) == bits
+    fast = (goal.engine, bits) == ("llama.cpp", 4)
+    assert manifest.quantize is None or manifest.quantize.levels == ("iq4_nl" if fast else "uniform")
 
 
 def test_all_that_describes_a_text_is_written() -> None:
