@@ -44,6 +44,11 @@ def main(argv: list[str] | None = None) -> int:
         action="store_true",
         help="gguf: store matrices without codes in float32, so that nothing is rounded",
     )
+    options.add_argument(
+        "--embeddings-q8",
+        action="store_true",
+        help="gguf: store token embeddings and the head as Q8_0, unless they have codes",
+    )
     options.add_argument("--no-vocabulary", action="store_true", help="gguf: token ids instead of text")
     options.add_argument("--json", action="store_true", help="print one JSON object")
     return run_command(_body, options.parse_args(argv))
@@ -55,12 +60,14 @@ def _body(arguments: Any) -> int:
     from pipeline.checkpoint.gguf_file import export_gguf
 
     note = partial(say, stream=sys.stderr)
-    for option in ("no_vocabulary", "float32"):
+    for option in ("no_vocabulary", "float32", "embeddings_q8"):
         if getattr(arguments, option) and arguments.to != "gguf":
             raise InputError(f"--{option.replace('_', '-')} goes with --to gguf, not with --to {arguments.to}")
+    if arguments.float32 and arguments.embeddings_q8:
+        raise InputError("--float32 stores what has no codes unrounded; leave out --embeddings-q8")
     if arguments.to == "gguf":
         words = not arguments.no_vocabulary
-        whole = arguments.multiply_out, words, arguments.float32
+        whole = arguments.multiply_out, words, arguments.float32, arguments.embeddings_q8
         written = export_gguf(arguments.output, arguments.destination, note, *whole)
     else:
         target, destination = arguments.to, arguments.destination

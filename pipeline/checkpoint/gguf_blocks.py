@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from manifests.records import LevelKind, Scheme
+from pipeline.kernels.gptq import round_to_nearest
 from pipeline.kernels.levels import iq4_nl_levels
 
 BLOCK = 32
@@ -52,3 +53,12 @@ def blocks(codes_OI: Tensor, scales_OS: Tensor, kind: Kind) -> Tensor:
         codes_OBn = low_OBn | high_OBn << 4
     parts = scales_OB[..., None].contiguous().view(torch.uint8), codes_OBn.contiguous().view(torch.uint8)
     return torch.cat(parts, dim=2).flatten(1)
+
+
+def eight_bits(weight_OI: Tensor) -> Tensor:
+    """Round a matrix to the nearest codes of Q8_0, and return its blocks, (O, bytes of a row) uint8.
+
+    Raises ValueError on NaN or infinity, and on scales beyond float16.
+    """
+    rounded = round_to_nearest(weight_OI, 8, BLOCK, torch.float16)
+    return blocks(rounded.codes, rounded.scales, "Q8_0")

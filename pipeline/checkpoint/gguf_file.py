@@ -32,7 +32,7 @@ from manifests.records import Scheme
 from pipeline.checkpoint.dense_weights import dense_weights
 from pipeline.checkpoint.expert_codes import whole_roles
 from pipeline.checkpoint.exporting import coarsest, compressed_checkpoint, try_destination
-from pipeline.checkpoint.gguf_blocks import BLOCK, BYTES, Kind, block_kind, blocks
+from pipeline.checkpoint.gguf_blocks import BLOCK, BYTES, Kind, block_kind, blocks, eight_bits
 from pipeline.checkpoint.gguf_mixtures import MixtureFile, neighbours_first
 from pipeline.checkpoint.gguf_names import BIASES, LAYER_NAMES
 from pipeline.checkpoint.gguf_vocabulary import add_vocabulary, vocabulary_of
@@ -53,6 +53,7 @@ from workers.checkpoint_reader import cpu_reader
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+ENDS = ("token_embd.weight", "output.weight")  # token embeddings, and the head unless it is tied to them
 DTYPE_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # GGUF's names
 
 
@@ -63,12 +64,13 @@ def export_gguf(
     multiply_out: bool = False,
     with_vocabulary: bool = True,
     in_float32: bool = False,
+    rounds_ends: bool = False,
 ) -> dict[str, Any]:
     """Write OUTPUT to a file, a layer at a time. The file appears complete or not at all. Return its sizes.
 
     `multiply_out`: as in `export_checkpoint`. Without a vocabulary (`no_vocab`), llama.cpp reads and prints token ids.
     `in_float32`: store matrices without codes in float32 in place of the source's dtype, to which products of factors
-    would be rounded.
+    would be rounded. `rounds_ends`: store token embeddings and the head as Q8_0, unless they have codes.
 
     Raises:
         InputError: OUTPUT is not a Lamina checkpoint, the package gguf is missing, the file exists or its folder does
@@ -89,7 +91,7 @@ def export_gguf(
     unfinished = partial_path(path)
     try:
         with storage_errors("writing", path):
-            written = _write(checkpoint, config, unfinished, describe, say, in_float32)
+            written = _write(checkpoint, config, unfinished, describe, say, in_float32, rounds_ends)
             unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -147,6 +149,7 @@ def _write(
     describe: Callable[[Any, Sequence[str]], None],
     say: Callable[[str], None],
     in_float32: bool = False,
+    rounds_ends: bool = False,
 ) -> dict[str, Any]:
     """Write the file. `describe`: adds all other fields than sizes, given the writer and the kinds of matrices.
 
@@ -157,10 +160,16 @@ def _write(
     numbers, kinds = 0, []
     shapes, dtypes, rounded, writer, tensors = _contents(checkpoint, config, path, say)
     dtypes = {} if in_float32 else dtypes
+    of_blocks: dict[str, Kind] = {name: matrix.kind for name, matrix in rounded.items()}
+    for name, shape in shapes if rounds_ends else ():
+        if name in ENDS and name not in rounded and shape[-1] % BLOCK:
+            say(f"{name}: rows of {shape[-1]} numbers are no whole blocks of {BLOCK}; stored unrounded")
+        elif name in ENDS and name not in rounded:
+            of_blocks[name] = "Q8_0"
     for name, shape in shapes:
-        if name in rounded:
-            kind: str = rounded[name].kind
-            row_bytes = shape[-1] // BLOCK * BYTES[rounded[name].kind]
+        if name in of_blocks:
+            kind: str = of_blocks[name]
+            row_bytes = shape[-1] // BLOCK * BYTES[of_blocks[name]]
         else:
             dtype = dtypes.get(name, torch.float32)
             kind, row_bytes = DTYPE_KINDS[dtype], shape[-1] * dtype.itemsize
@@ -176,6 +185,8 @@ def _write(
         for (name, _), tensor in zip(shapes, tensors, strict=True):
             if name in rounded:
                 tensor = rounded[name].read(checkpoint)
+            elif name in of_blocks:
+                tensor = eight_bits(tensor)
             else:
                 tensor = tensor.to(dtypes.get(name, torch.float32)).contiguous()
             writer.write_tensor_data(tensor.view(torch.uint8).numpy())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from manifests.records import LevelKind, Scheme
-from pipeline.checkpoint.gguf_blocks import block_kind, blocks
+from pipeline.checkpoint.gguf_blocks import block_kind, blocks, eight_bits
 from pipeline.kernels.gptq import round_to_nearest
 from pipeline.kernels.levels import iq4_nl_levels, normal_levels
 from pipeline.kernels.packing import code_range, scaled
@@ -55,3 +55,15 @@ def test_scales_that_hardly_count_may_lose_digits() -> None:
     scheme = Scheme(bits=4, group=32, levels="iq4_nl")
     assert block_kind(scheme, 96, rounded.scales, rounded.levels) == "IQ4_NL"
     assert block_kind(scheme, 32, rounded.scales[:, 2:] / 1e3, rounded.levels) is None
+
+
+def test_eight_bits_are_the_nearest() -> None:
+    gguf = pytest.importorskip("gguf")
+    weight = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    weight[1, :32] = 0.0
+    read = gguf.quants.dequantize(eight_bits(weight).numpy(), gguf.GGMLQuantizationType.Q8_0)
+    steps = weight.float().abs().unflatten(1, (-1, 32)).amax(2) / 127.0
+    errors = (torch.from_numpy(read.copy()) - weight.float()).abs().unflatten(1, (-1, 32)).amax(2)
+    assert (errors <= 0.52 * steps).all()
+    with pytest.raises(ValueError, match="beyond"):
+        eight_bits(torch.full((1, 32), 1e8))

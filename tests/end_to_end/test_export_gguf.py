@@ -112,6 +112,27 @@ def test_products_of_factors_in_float32(tmp_path: Path, job: MakeJob) -> None:
 
 @needs_gguf
 @pytest.mark.usefixtures("inline")
+def test_embeddings_and_head_in_eight_bits(tmp_path: Path, job: MakeJob) -> None:
+    import gguf
+
+    made = job(make_source(tmp_path / "source", "llama", hidden_size=64, dtype=torch.bfloat16), **UNIFORM)
+    made.run().json  # noqa: B018 - asserts the exit code
+    _, fields, tensors = written(made, "small.gguf", options=["--embeddings-q8"])
+    kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(made.root / "small.gguf").tensors}
+    assert {name for name, kind in kinds.items() if kind == "Q8_0"} == {"token_embd.weight", "output.weight"}
+    ids_BT = some_tokens(320)
+    wanted = logits_of(load(made.output).float(), ids_BT)
+    assert relative_error(logits_of(as_llama(fields, tensors), ids_BT), wanted) < 0.03
+    for target, more, said in (
+        ("dense", (), "--embeddings-q8 goes with --to gguf"),
+        ("gguf", ("--float32",), "--float32 stores what has no codes unrounded"),
+    ):
+        ended, _ = export(made, target, "other", "--embeddings-q8", *more)
+        assert (ended.code, said in ended.err) == (2, True)
+
+
+@needs_gguf
+@pytest.mark.usefixtures("inline")
 @pytest.mark.parametrize(("levels", "kind"), [("uniform", "Q4_0"), ("iq4_nl", "IQ4_NL")])
 def test_codes_are_kept(levels: str, kind: str, tmp_path: Path, job: MakeJob) -> None:
     """Where blocks hold them, narrow MLPs and the ends among them; the file is as much smaller."""
