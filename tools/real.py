@@ -88,7 +88,7 @@ def steps(options: argparse.Namespace) -> list[Step]:
         "tools.benchmarks.served", f"{four}", f"{gguf}", "--tokenizer", f"{model}", "--vllm", f"{python}",
         "--llama-cpp", f"{llama_cpp}", "--new", "16", "--repeats", "1",
     )  # fmt: skip
-    levels = ("bits=4", "bits=4,levels=normal", "bits=4,levels=learned")
+    levels = tuple(f"bits=4{kind}" for kind in ("", ",levels=normal", ",levels=iq4_nl", ",levels=learned"))
     tasks = ("tools.benchmarks.streamed_tasks", f"{model}", *options.tasks, "--limit", "334", "--turns", "1")
     return [
         *fetched,
@@ -97,7 +97,7 @@ def steps(options: argparse.Namespace) -> list[Step]:
         Step("job", "the output of the example", 30, ("pipeline.run", job, *places("job"))),
         Step("off-grid", "the model of the second table", 1, ("tools.off_grid", f"{model}", f"{off_grid}"), off_grid),
         Step("llama.cpp", "its rows of the second table", 8, ("tools.peers", *compared, "ggml:Q4_0", "ggml:IQ4_NL")),
-        Step("levels", "the other rows", 12, ("tools.tuning", *compared, *levels)),
+        Step("levels", "the other rows", 16, ("tools.tuning", *compared, *levels)),
         Step("tasks", "the processor's time of tasks", 20, tasks),
         Step("three-bits", "the divergence at 3 bits", 4, rounded("three-bits", 3)),
         Step("healing", "the same, healed", 30, ("pipeline.heal", f"{three}.run")),

@@ -17,7 +17,7 @@ from pipeline.methods.method import Task
 
 TRIED_BYTES = 700  # moved per number to try twenty scales
 FED_BYTES = 300  # moved per number for error feedback, mostly the earlier errors of its block
-SIZES_TRIED = 12  # sizes of a group that are solved and rounded, if bits are chosen: four kinds at three sizes
+SIZES_TRIED = 8  # sizes of a group that are solved and rounded, if bits are chosen: four kinds at two sizes
 SEARCHED_BYTES = {"normal": 1300, "iq4_nl": 1300, "learned": 2000}  # moved per number to search the scales of a table
 SEARCHED_NEAREST = 1.5  # as much without feedback, where more scales are tried
 BOTH_BYTES = 1000  # moved per number for feedback on both sides, mostly within a block

@@ -41,7 +41,7 @@ from pipeline.rounding.solutions import (
 
 MOST_GAIN = 100.0  # limits the gain of channels that down hardly read before its refit
 TINY = 1e-150
-SAMPLED = 3  # sizes that are rounded among points with the same full ranks; factors lose more than dense matrices
+SAMPLED = 2  # sizes that are rounded among points with the same full ranks; factors lose more than dense matrices
 FINEST = 8  # bits whose loss follows from that of fewer bits, because it is too small to matter
 UNDERSTATED = 1.3  # measured divergence of ranks, relative to the prediction; that of rounding is as predicted
 

@@ -127,6 +127,7 @@ def test_damage_is_repaired(kind: str, job: MakeJob, reference: dict[str, str]) 
 
 
 @pytest.mark.parametrize("correct", ["none", "output"])
+@pytest.mark.sample(1)
 def test_the_channels_of_an_mlp_are_eliminated_once(
     correct: str, job: MakeJob, inline: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -302,7 +302,8 @@ MLA_HEAL = {"epochs": 4, "learning_rate": 0.002}
 WHOLE: dict[str, Any] = {"methods": [], "budget": None}
 ROUNDED: dict[str, dict[str, Any]] = {
     "uniform": {"quantize": {"bits": 3}, **WHOLE},
-    "tables": {"quantize": {"bits": 3, "levels": "learned"}, **WHOLE},
+    "tables": {"quantize": {"bits": 3, "levels": "normal"}, **WHOLE},
+    "learned": {"quantize": {"bits": 3, "levels": "learned"}, **WHOLE},
     "llama.cpp": {"quantize": {"bits": 4, "levels": "iq4_nl"}, **WHOLE},
     "rows": {"quantize": {"bits": 4, "group": None}, **WHOLE},
     "factors": {**WHOLE, "quantize": {"bits": 4, "levels": "normal"}, "methods": [ENTRIES["loss-aware"][0]]},

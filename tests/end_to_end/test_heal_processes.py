@@ -132,8 +132,7 @@ def train_one(task: TrainingTask, rank: int, folder: Path) -> None:
     "solved",
     [
         "uniform",
-        "normal",
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("head", "head-normal", "mla", "fp8")),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("normal", "head", "head-normal", "mla", "fp8")),
     ],
     indirect=True,
 )

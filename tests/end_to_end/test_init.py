@@ -50,6 +50,7 @@ def test_the_manifest_is_planned_and_run_as_it_is(init: Init, llama: Path, text:
     assert (tmp_path / manifest.output / "model.safetensors.index.json").exists()
 
 
+@pytest.mark.nightly
 def test_lamina_names_commands_as_it_was_called(
     init: Init, llama: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,6 +143,7 @@ def test_layers_are_measured_before_they_are_rounded(job: MakeJob) -> None:
 
 @pytest.mark.usefixtures("inline")
 @pytest.mark.parametrize("further", [{"correct": "output"}, {"refine": {"steps": 2}}], ids=["corrected", "refined"])
+@pytest.mark.sample(1)
 def test_layers_are_measured_before_they_follow_others(further: dict[str, Any], job: MakeJob) -> None:
     """Among dense layers, a layer that makes up for the errors of compressed ones would add errors."""
     plain, made = job(**MEASURED), job(**{**MEASURED, "methods": [{"method": "loss_aware", **further}]})
@@ -155,6 +156,7 @@ def test_layers_are_measured_before_they_follow_others(further: dict[str, Any], 
 
 
 @pytest.mark.usefixtures("inline")
+@pytest.mark.nightly
 def test_with_and_without_it_in_one_run_directory(job: MakeJob) -> None:
     """The statistics serve both; the other ranks are forgotten."""
     made, plain, measured = job(**MEASURED), job(**PLAIN), job(**MEASURED)
@@ -166,6 +168,7 @@ def test_with_and_without_it_in_one_run_directory(job: MakeJob) -> None:
 
 
 @pytest.mark.usefixtures("inline")
+@pytest.mark.nightly
 def test_ranks_of_other_held_out_text_are_chosen_again(job: MakeJob) -> None:
     """The samples, and so the fingerprint, are the same."""
     made, clean = job(**MEASURED), job(**MEASURED)
@@ -185,6 +188,7 @@ def test_ranks_of_other_held_out_text_are_chosen_again(job: MakeJob) -> None:
 
 
 @pytest.mark.usefixtures("inline")
+@pytest.mark.nightly
 def test_other_sizes_are_predicted_with_the_same_corrections(job: MakeJob) -> None:
     """Both measurements in one job: the layers are those of the job without other sizes."""
     made, both = job(**MEASURED), job(**MEASURED, **{"evaluation.calibrate_prediction": True})

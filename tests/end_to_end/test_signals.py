@@ -136,6 +136,7 @@ def run_command(made: Job, *options: str) -> list[str]:
 
 @pytest.mark.ray
 @pytest.mark.skipif(UV is None, reason="uv is not installed: pip install uv")
+@pytest.mark.nightly
 def test_a_job_below_uv_run(job: MakeJob, tmp_path: Path) -> None:
     """A shell is between them, as in `uv run bash -c …`. Ray would look for an agent that our local Ray lacks."""
     made = job()
@@ -175,6 +176,7 @@ def with_hook(folder: Path, environment: Mapping[str, str]) -> subprocess.Comple
 
 
 @pytest.mark.ray
+@pytest.mark.nightly
 def test_a_hook_s_environment_reaches_the_workers_of_a_local_ray(tmp_path: Path) -> None:
     (tmp_path / "hooks_of_a_user.py").write_text(HOOK)
     ended = with_hook(tmp_path, {"RAY_RUNTIME_ENV_HOOK": "hooks_of_a_user.hook"})

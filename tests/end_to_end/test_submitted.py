@@ -127,6 +127,7 @@ def checkout_copy(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 def test_a_checkout_reaches_a_node_with_another_temporary_folder(
     cluster: tuple[str, str], llama: Path, text: Path, tmp_path: Path
 ) -> None:

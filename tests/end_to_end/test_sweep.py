@@ -167,6 +167,7 @@ def test_what_is_written(sweep: Callable[..., Sweep], inline: None) -> None:
     assert (state["points"], state["output"]) == ({"done": 2, "of": 2}, str(made.job.output))
 
 
+@pytest.mark.nightly
 def test_points_behind_their_own_layers_share_the_dense_pass(
     sweep: Callable[..., Sweep], tmp_path: Path, job: MakeJob, inline: None
 ) -> None:

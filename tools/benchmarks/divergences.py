@@ -53,6 +53,7 @@ ROWS: Mapping[str, dict[str, Any]] = {
     **{f"{kind}-refined": _loss_aware({"levels": kind}, refine=True) for kind in ("uniform", "learned")},
     **{f"{kind}-corrected": _loss_aware({"levels": kind}, correct="output") for kind in ("uniform", "learned")},
     **{f"{bits}-{kind}": _all(bits, kind) for bits in (2, 3, 4) for kind in ("uniform", "normal", "learned")},
+    "4-iq4_nl": _all(4, "iq4_nl"),
 }
 
 
