@@ -20,6 +20,7 @@ from pipeline.inputs.job_inputs import Inputs
 from pipeline.rounding.schemes import FIELD, TABLES
 
 NO_CACHE = "nothing of the cache"
+TABLE = {"bits": 4, "group": None}  # stands for the schemes of a planned output
 NOT_SERVED = "not served"
 ENGINE_WIDTH = 128  # channels of an expert in a block of fused kernels
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # numbers of a head in vLLM's kernels for CPUs
@@ -126,7 +127,10 @@ def planned_config(inputs: Inputs) -> Mapping[str, Any]:
     """Return the config of the output, as if nothing were factored; rounding is named, without its groups."""
     forms: list[Mapping[str, Any]] = [{} for _ in inputs.geometry.layers]
     config = checkpoint_config(inputs.config, forms, inputs.dtype_name)
-    return config | ({FIELD: {"config_groups": {}}} if inputs.manifest.quantize else {})
+    quantize, codes = inputs.manifest.quantize, dict[str, Any]()
+    for kind in quantize.kinds_of_levels if quantize else ():
+        codes |= {FIELD: {"config_groups": {}}} if kind == "uniform" else {TABLES: {"any": {**TABLE, "levels": kind}}}
+    return config | codes
 
 
 def planned_refusals(config: Mapping[str, Any], stays_stored: bool = False) -> dict[str, str]:
@@ -153,7 +157,8 @@ def _lost(inputs: Inputs) -> dict[str, str]:
                 reasons.append(f"has no kernel for {slow}, which are multiplied out")
     elif quantize:
         lost["vllm"].append("multiplies codes out on a CPU, except 4 bits of a model in 16 bits where it has AVX-512")
-    if inputs.manifest.methods and any(role not in mlps for task in inputs.tasks for role in task.roles):
+    tasks = [task for task in inputs.tasks if task.method < len(inputs.manifest.methods)]  # others are rounded whole
+    if any(role not in mlps for task in tasks for role in task.roles):
         lost["llama.cpp"].append("factors of attention are multiplied out; narrower MLPs stay")
     return {engine: "; ".join(reasons) for engine, reasons in lost.items() if reasons}
 

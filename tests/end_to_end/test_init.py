@@ -113,6 +113,12 @@ def test_an_engine_is_asked_for(init: Init, llama: Path, text: Path, tmp_path: P
     assert "serves transformers with compressed-tensors" in codes.out
     assert factors not in codes.out
     assert "less   vllm: multiplies codes out on a CPU, except 4 bits" in codes.out
+    tables = init(llama, "--text", text, "--for", "llama.cpp", "--bytes", "0.3", "--force").out
+    assert "serves transformers, vLLM with Lamina's serving package, llama.cpp after `export --to gguf`\n" in tables
+    assert "less   vllm: has no kernel for iq4_nl levels, which are multiplied out" in tables
+    assert "less   llama.cpp" not in tables
+    normal = command("plan", "job.yaml", "--set", "quantize={bits: 4, levels: normal}").out
+    assert "llama.cpp after `export --to gguf --multiply-out`" in normal
     source = factories.make_model(tmp_path / "neox", "gpt_neox")
     refused = init(source, "--text", text, "--for", "llama.cpp", "-o", "other.yaml")
     assert refused.code == 2
