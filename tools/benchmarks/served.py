@@ -48,6 +48,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
 LIMIT, CACHE_GIB, AT_ONCE = 256, 1, 32  # tokens of a sequence; vLLM's cache; requests
 PROMPT = 40  # tokens of a prompt in transformers
+REARRANGED = ("Q4_0", "IQ4_NL")  # types of which llama.cpp makes a second copy
 BITS = {"float32": 32, "bfloat16": 16}
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": f"{CACHE_GIB}"}
 QUESTIONS = (
@@ -176,7 +177,7 @@ def in_float32(path: str) -> bool:
 
 
 def held_bytes(path: str) -> int:
-    """Return the bytes of a GGUF file, and those of the second copy that llama.cpp makes of matrices in Q4_0.
+    """Return the bytes of a GGUF file, and those of the second copy that llama.cpp makes of matrices of 4 bits.
 
     Its kernels for CPUs (AVX2) read eight rows side by side. The file stays mapped.
     """
@@ -187,7 +188,7 @@ def held_bytes(path: str) -> int:
     rearranged = (
         tensor.n_bytes
         for name, tensor in tensors.items()
-        if tensor.tensor_type == gguf.GGMLQuantizationType.Q4_0 and name != looked_up and tensor.shape[1] % 8 == 0
+        if tensor.tensor_type.name in REARRANGED and name != looked_up and tensor.shape[1] % 8 == 0
     )
     return Path(path).stat().st_size + int(sum(rearranged))
 

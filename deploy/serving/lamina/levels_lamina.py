@@ -9,6 +9,7 @@ O outputs, I inputs, W 32-bit words of a row, n levels (2^bits), S scales of a r
 """
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,10 +25,36 @@ PACKED, SCALE, SHAPE, LEVELS = PARTS = ("weight_packed", "weight_scale", "weight
 
 def scaled_levels(packed_OW: Tensor, scale_OS: Tensor, levels_n: Tensor, columns: int) -> Tensor:
     """Return the weight (O, I) in the dtype of its scales."""
-    bits = (len(levels_n) - 1).bit_length()
-    values_OI = levels_n.to(scale_OS.dtype)[unpacked(packed_OW, bits, columns)]
+    values_OI = _values(packed_OW, levels_n.to(scale_OS.dtype), columns)
     weight_OI: Tensor = (values_OI.unflatten(1, (scale_OS.shape[1], -1)) * scale_OS[..., None]).flatten(1)
     return weight_OI
+
+
+def _values(packed_OW: Tensor, levels_n: Tensor, columns: int) -> Tensor:
+    """Return the levels (O, I) of packed codes.
+
+    All codes of a byte (of 12 bits, if codes have 3) are looked up at once: a seventh of the time of unpacking them
+    (a fifteenth).
+    """
+    bits = (len(levels_n) - 1).bit_length()
+    if sys.byteorder == "little" and bits in (2, 4, 8):
+        each, bytes_OB = 8 // bits, packed_OW.view(torch.uint8)[:, : math.ceil(columns * bits / 8)]
+        return nn.functional.embedding(bytes_OB.int(), _together(levels_n, each)).flatten(1)[:, :columns]
+    if sys.byteorder == "little" and bits == 3 and columns % 8 == 0:
+        threes_OB3 = packed_OW.view(torch.uint8)[:, : columns * 3 // 8].int().unflatten(1, (-1, 3))
+        low_OB, middle_OB, high_OB = threes_OB3.unbind(2)
+        pairs_OB2 = torch.stack((low_OB | (middle_OB & 15) << 8, middle_OB >> 4 | high_OB << 4), dim=2)
+        return nn.functional.embedding(pairs_OB2.flatten(1), _together(levels_n, 4)).flatten(1)
+    found_OI: Tensor = levels_n[unpacked(packed_OW, bits, columns)]
+    return found_OI
+
+
+def _together(levels_n: Tensor, count: int) -> Tensor:
+    """Return the levels (n^count, `count`) of each sequence of codes, whose first varies fastest."""
+    places = torch.arange(len(levels_n) ** count, device=levels_n.device)
+    numbers = [places // len(levels_n) ** place % len(levels_n) for place in range(count)]
+    together: Tensor = levels_n[torch.stack(numbers, dim=1)]
+    return together
 
 
 class _Table(nn.Module):
