@@ -50,7 +50,7 @@ def test_steps_without_a_result_run_once(noted: Path, capsys: pytest.CaptureFixt
     assert "tools.benchmarks.served" not in ran
     said = capsys.readouterr().out
     assert "left out: no .engines/vllm/bin/python, .engines/llama-cpp; `make test-vllm`" in said
-    assert "in all about 2.9 hours" in said
+    assert "in all about 3.0 hours" in said
     assert "figures of pipeline.sweep" in said
     assert _call(noted) == (0, [])
     said = capsys.readouterr().out
