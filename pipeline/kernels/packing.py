@@ -1,16 +1,21 @@
 """Small integers packed without gaps into 32-bit words, in the pack-quantized layout of compressed-tensors.
 
 docs/formats.md#rounded-tensors. Legend: O outputs (rows), I inputs (columns), W words of a row, g columns of a group,
-S scales of a row (I / g, or one).
+S scales of a row (I / g, or one), B groups of eight numbers n, which fill b bytes (as many as a number has bits).
+
+Bytes are seen as words, and words as bytes, on machines whose words begin with their lowest byte.
 """
 
 import math
+import sys
 
 import torch
 from torch import Tensor
 
-WORD_BITS = 32
-NUMBERS_AT_ONCE = 1 << 22  # packed at a time, in int64: an embedding of 262,144 rows would take 30 bytes a number
+WORD_BITS, BYTE_BITS = 32, 8
+NUMBERS_AT_ONCE = 1 << 22  # packed at a time: an embedding of 262,144 rows would take several bytes a number
+
+assert sys.byteorder == "little", "words of packed numbers begin with their lowest byte"
 
 
 def words_of(columns: int, bits: int) -> int:
@@ -37,18 +42,17 @@ def _rows_at_once(columns: int) -> int:
 
 
 def _packed(codes_OI: Tensor, bits: int, low: int) -> Tensor:
-    rows, columns = codes_OI.shape
-    blocks = math.ceil(columns / WORD_BITS)
-    padded_OI = torch.nn.functional.pad(codes_OI.to(torch.int64) - low, (0, blocks * WORD_BITS - columns))
-    numbers_OBn = padded_OI.reshape(rows, blocks, WORD_BITS)
-    words_OBb = numbers_OBn.new_zeros(rows, blocks, bits)
-    for position in range(WORD_BITS):
-        word, shift = divmod(position * bits, WORD_BITS)
-        words_OBb[..., word] |= numbers_OBn[..., position] << shift
-        if shift + bits > WORD_BITS:
-            words_OBb[..., word + 1] |= numbers_OBn[..., position] >> (WORD_BITS - shift)
-    words_OW = words_OBb.flatten(1)[:, : words_of(columns, bits)] & 0xFFFFFFFF
-    return torch.where(words_OW < 2**31, words_OW, words_OW - 2**32).to(torch.int32)
+    columns = codes_OI.shape[1]
+    numbers_OI = (codes_OI.to(torch.int16) - low).to(torch.uint8)
+    numbers_OBn = torch.nn.functional.pad(numbers_OI, (0, -columns % WORD_BITS)).unflatten(1, (-1, BYTE_BITS))
+    bytes_OBb = numbers_OBn.new_zeros(*numbers_OBn.shape[:2], bits)
+    for position in range(BYTE_BITS):
+        byte, shift = divmod(position * bits, BYTE_BITS)
+        bytes_OBb[..., byte] |= numbers_OBn[..., position] << shift
+        if shift + bits > BYTE_BITS:
+            bytes_OBb[..., byte + 1] |= numbers_OBn[..., position] >> (BYTE_BITS - shift)
+    words_OW: Tensor = bytes_OBb.flatten(1).view(torch.int32)[:, : words_of(columns, bits)]
+    return words_OW
 
 
 def unpack(words_OW: Tensor, bits: int, columns: int) -> Tensor:
@@ -64,17 +68,18 @@ def unpack(words_OW: Tensor, bits: int, columns: int) -> Tensor:
 
 
 def _unpacked(words_OW: Tensor, bits: int, columns: int, low: int) -> Tensor:
-    rows, blocks = words_OW.shape[0], math.ceil(columns / WORD_BITS)
-    padded_OW = torch.nn.functional.pad(words_OW.to(torch.int64) & 0xFFFFFFFF, (0, blocks * bits - words_OW.shape[1]))
-    words_OBb = padded_OW.reshape(rows, blocks, bits)
-    numbers_OBn = words_OBb.new_empty(rows, blocks, WORD_BITS)
-    for position in range(WORD_BITS):
-        word, shift = divmod(position * bits, WORD_BITS)
-        numbers_OBn[..., position] = words_OBb[..., word] >> shift
-        if shift + bits > WORD_BITS:
-            numbers_OBn[..., position] |= words_OBb[..., word + 1] << (WORD_BITS - shift)
+    words = math.ceil(columns / WORD_BITS) * bits  # with those that only padding would fill
+    words_OW = torch.nn.functional.pad(words_OW, (0, words - words_OW.shape[1])).contiguous()
+    bytes_OBb = words_OW.view(torch.uint8).unflatten(1, (-1, bits))
+    numbers_OBn = bytes_OBb.new_empty(*bytes_OBb.shape[:2], BYTE_BITS)
+    for position in range(BYTE_BITS):
+        byte, shift = divmod(position * bits, BYTE_BITS)
+        numbers_OBn[..., position] = bytes_OBb[..., byte] >> shift
+        if shift + bits > BYTE_BITS:
+            numbers_OBn[..., position] |= bytes_OBb[..., byte + 1] << (BYTE_BITS - shift)
     numbers_OBn &= 2**bits - 1
-    return (numbers_OBn.flatten(1)[:, :columns] + low).to(torch.int8)
+    codes_OI: Tensor = (numbers_OBn.flatten(1)[:, :columns].to(torch.int16) + low).to(torch.int8)
+    return codes_OI
 
 
 def scaled(codes_OI: Tensor, scales_OS: Tensor, levels_n: Tensor | None = None) -> Tensor:
