@@ -265,11 +265,17 @@ def unpacked(words_OW: Tensor, bits: int, columns: int) -> Tensor:
         shifts = torch.arange(0, WORD_BITS, bits, device=words_OW.device, dtype=torch.int32)
         spread_OI: Tensor = (words_OW[..., None] >> shifts & mask).flatten(1)
         return spread_OI[:, :columns]
-    begins_I = torch.arange(columns, device=words_OW.device) * bits
-    word_I, shift_I = begins_I // WORD_BITS, begins_I % WORD_BITS
-    wide_OW = nn.functional.pad(words_OW.long() & 0xFFFFFFFF, (0, 1))
-    both_OI = wide_OW[:, word_I] | wide_OW[:, word_I + 1] << WORD_BITS
-    numbers_OI: Tensor = (both_OI >> shift_I & mask).int()
+    groups = math.ceil(columns / 8)  # of eight numbers, which fill `bits` bytes
+    lacking = max(0, math.ceil(groups * bits / 4) - words_OW.shape[1])
+    bytes_OB = nn.functional.pad(words_OW, (0, lacking)).contiguous().view(torch.uint8)
+    bytes_OBb = bytes_OB[:, : groups * bits].unflatten(1, (-1, bits))
+    numbers_OB8 = bytes_OBb.new_empty(*bytes_OBb.shape[:2], 8)
+    for place in range(8):
+        byte, shift = divmod(place * bits, 8)
+        numbers_OB8[..., place] = bytes_OBb[..., byte] >> shift
+        if shift + bits > 8:
+            numbers_OB8[..., place] |= bytes_OBb[..., byte + 1] << (8 - shift)
+    numbers_OI: Tensor = (numbers_OB8 & mask).flatten(1)[:, :columns].int()
     return numbers_OI
 
 
