@@ -18,8 +18,9 @@ Skipped = Literal[
 ]  # fmt: skip
 OUTER_ROLES = ("embed", "head")
 CHOSEN_LEVELS: tuple[LevelKind, ...] = ("uniform", "normal", "learned")  # of `levels: auto`
-DAMPING, LEAST_CLIP = 0.3, 0.5  # docs/results.md#constants-of-rounding
-FORMER_CONSTANTS = {"damping": 0.01, "least_clip": 0.875, "polish": 0}  # of jobs begun before these were fields
+DAMPING, LEAST_CLIP, SHRINKAGE = 0.3, 0.5, 0.3  # docs/results.md#constants-of-rounding
+# Of jobs begun before these were fields.
+FORMER_CONSTANTS = {"damping": 0.01, "least_clip": 0.875, "polish": 0, "shrinkage": 0.0}
 OUTER_BITS = 8  # of embeddings and head with `bits: auto`, as no curve predicts the loss of fewer bits there
 
 
@@ -44,7 +45,8 @@ class Quantize(Block):
     compensate the error of each column (GPTQ), which needs calibration text. `both`: later rows compensate it, too,
     by the gradients of the model's loss at their outputs. null: to the nearest code without calibration text; both if
     uniform codes have fewer than 8 bits and a method measures these gradients of the dense model anyway; else as true.
-    `damping`: of the moment that feedback follows, in shares of its mean diagonal; more of it trusts the text less.
+    `shrinkage`: the share of the moment that feedback follows which its diagonal replaces; more of it trusts the text
+    less, for each input by its own size. `damping`: added to that moment, in shares of its mean diagonal.
     `least_clip`: the least share of a group's largest magnitude that its codes may cover, with feedback. `polish`:
     sweeps over uniform codes and their scales after feedback, each of which lowers the error.
     """
@@ -56,6 +58,7 @@ class Quantize(Block):
     what: Literal["factors", "all"] = "factors"
     skip: Annotated[tuple[Skipped, ...], Listed] = ()
     feedback: bool | Literal["both"] | None = None
+    shrinkage: Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)] = SHRINKAGE
     damping: Annotated[float, Field(gt=0.0, le=1e3, allow_inf_nan=False)] = DAMPING
     least_clip: Share = LEAST_CLIP
     polish: Annotated[int, Field(ge=0, le=16)] = 1

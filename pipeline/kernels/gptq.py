@@ -15,7 +15,7 @@ from pipeline.kernels.checks import require_finite, require_square
 from pipeline.kernels.cholesky import factor_
 from pipeline.kernels.levels import LevelKind, borders, choose_table, clips_from, uniform_levels
 from pipeline.kernels.packing import code_range, scaled, stored_scales
-from pipeline.kernels.polishing import Polishing, polish
+from pipeline.kernels.polishing import Polishing, polish, shrunk_
 
 MOST_DAMPING = 1e6  # a moment that needs more carries no information
 BLOCK = 128  # columns whose errors are propagated together
@@ -53,9 +53,10 @@ class Feedback(NamedTuple):
             columns compensate; diagonal and lower triangle are undefined.
         remaining: (I,) float64, by original column: the share of a squared error that remains after compensation.
         damping: added to the moment's diagonal, relative to its mean.
-        moment: (I, I) M itself, without the damping.
+        moment: (I, I) M itself, without damping and shrinkage.
         least_clip: the least share of a group's largest magnitude that its codes may cover.
         polish: sweeps that polish uniform codes and their scales afterwards.
+        shrinkage: the share of M that its diagonal replaces.
     """
 
     order: Tensor
@@ -65,16 +66,20 @@ class Feedback(NamedTuple):
     moment: Tensor
     least_clip: float
     polish: int
+    shrinkage: float = 0.0
 
 
-def error_feedback(moment_II: Tensor, damping: float, least_clip: float = 0.0, polish: int = 0) -> Feedback | None:
+def error_feedback(
+    moment_II: Tensor, damping: float, least_clip: float = 0.0, polish: int = 0, shrinkage: float = 0.0
+) -> Feedback | None:
     """Compute the feedback from the input's moment M = Σ x xᵀ; None if M is zero.
 
     Columns of large diagonal come first. With M + λI = R Rᵀ, R upper triangular in that order, the target of column k
     is w_k + Σ_j<k error_j · R_jk / R_kk, which compensates the errors w_j − q_j before it; of its own squared error
     R_kk² remains. This is GPTQ without the inverse, whose factor is R⁻¹ (Chee et al. 2023, theorem 6). Factored in
-    float64. `damping`: the least λ, relative to the mean diagonal. `least_clip`, `polish`: see `Feedback`. Raises
-    ValueError on a moment that is not square, finite and positive semidefinite.
+    float64. `damping`: the least λ, relative to the mean diagonal. `least_clip`, `polish`: see `Feedback`. `shrinkage`:
+    the share of M that is replaced by its diagonal, first of all. Raises ValueError on a moment that is not square,
+    finite and positive semidefinite.
     """
     if moment_II.ndim != 2:
         raise ValueError(f"moment: a matrix is needed, not shape {tuple(moment_II.shape)}")
@@ -82,14 +87,14 @@ def error_feedback(moment_II: Tensor, damping: float, least_clip: float = 0.0, p
     peak = require_finite("moment", moment_II)
     if peak == 0.0:
         return None
-    scaled_II = moment_II.detach().to(torch.float64) / peak
+    scaled_II = shrunk_(moment_II.detach().to(torch.float64) / peak, shrinkage)
     diagonal_I = scaled_II.diagonal().clamp_min(0.0)
     order_I = torch.argsort(diagonal_I, descending=True, stable=True)
     factor_II, damping = _factor(scaled_II[order_I][:, order_I], damping)
     diagonal_I = factor_II.diagonal().clone()
     remaining_I = torch.empty_like(diagonal_I).index_copy_(0, order_I, diagonal_I.square())
     share_II = factor_II.div_(diagonal_I).to(torch.float32)
-    return Feedback(order_I, share_II, remaining_I, damping, moment_II.detach(), least_clip, polish)
+    return Feedback(order_I, share_II, remaining_I, damping, moment_II.detach(), least_clip, polish, shrinkage)
 
 
 def round_to_nearest(
@@ -150,9 +155,9 @@ def polished_table(
 ) -> tuple[Tensor, Polishing]:
     """Return the levels (n) of codes as a table, and how they are polished."""
     if levels_n is not None:
-        return levels_n, Polishing(TABLE_SWEEPS, feedback.damping, signed=True)
+        return levels_n, Polishing(TABLE_SWEEPS, feedback.damping, signed=True, shrinkage=feedback.shrinkage)
     table_n = uniform_levels(bits, dtype, feedback.moment.device)
-    return table_n, Polishing(feedback.polish, feedback.damping, signed=False)
+    return table_n, Polishing(feedback.polish, feedback.damping, signed=False, shrinkage=feedback.shrinkage)
 
 
 def fed_scales(

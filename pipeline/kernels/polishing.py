@@ -18,11 +18,13 @@ POLISHED_NUMBERS = 2**28  # numbers in float32 that are polished at a time
 
 
 class Polishing(NamedTuple):
-    """The number of sweeps, λ relative to the mean diagonal of M, and whether scales may become negative."""
+    """The number of sweeps, λ relative to the mean diagonal of M, whether scales may become negative, and the share of
+    M that its diagonal replaces."""
 
     sweeps: int
     damping: float
     signed: bool
+    shrinkage: float = 0.0
 
 
 def polish(
@@ -36,7 +38,7 @@ def polish(
     """
     if len(levels_n) >= 2**PLAIN_BITS or not how.sweeps:
         return codes_OI, scales_OS
-    moment_II = damped(moment_II, how.damping)
+    moment_II = damped(moment_II, how.damping, how.shrinkage)
     rows = max(1, POLISHED_NUMBERS // weight_OI.shape[1])
     parts = zip(weight_OI.split(rows), codes_OI.split(rows), scales_OS.split(rows), strict=True)
     polished = [polish_rows(*part, levels_n, moment_II, how) for part in parts]
@@ -44,9 +46,17 @@ def polish(
     return torch.cat(codes), torch.cat(scales)
 
 
-def damped(moment_II: Tensor, damping: float) -> Tensor:
-    """Return M + λI in units of the largest magnitude of M, float32."""
-    damped_II = (moment_II / moment_II.abs().max()).to(torch.float32)
+def shrunk_(moment_II: Tensor, shrinkage: float) -> Tensor:
+    """Replace a share of M by its diagonal, in place."""
+    if shrinkage:
+        diagonal_I = moment_II.diagonal().clone()
+        moment_II.mul_(1.0 - shrinkage).diagonal().copy_(diagonal_I)
+    return moment_II
+
+
+def damped(moment_II: Tensor, damping: float, shrinkage: float = 0.0) -> Tensor:
+    """Return M with its shrinkage + λI in units of the largest magnitude of M, float32."""
+    damped_II = shrunk_((moment_II / moment_II.abs().max()).to(torch.float32), shrinkage)
     damped_II.diagonal().add_(damping * damped_II.diagonal().mean())
     return damped_II
 

@@ -105,7 +105,7 @@ def _polish_(
     Σ_o a_o ‖q_o − t_o‖²_M and a constant, with equality at the present rows q_o, for targets t_o = q_o − (G Δ)_o / a_o.
     So rows that come nearer to their targets lower the error.
     """
-    damped_II, sweep = damped(inputs.moment, inputs.damping), how._replace(sweeps=1)
+    damped_II, sweep = damped(inputs.moment, inputs.damping, inputs.shrinkage), how._replace(sweeps=1)
     stored_OI = scaled(rounded.codes, rounded.scales.to(torch.float32), rounded.levels)
     starts = [0, *accumulate(len(section.order) for section in outputs)]
     for _ in range(how.sweeps):

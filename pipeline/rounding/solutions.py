@@ -76,7 +76,7 @@ class Feedbacks:
 
     def _computed(self, moment_II: Tensor) -> Feedback | None:
         quantize = self.quantize
-        return error_feedback(moment_II, quantize.damping, quantize.least_clip, quantize.polish)
+        return error_feedback(moment_II, quantize.damping, quantize.least_clip, quantize.polish, quantize.shrinkage)
 
 
 def input_moments(roles: Sequence[str], reads: Reads) -> tuple[Moment, ...]:
