@@ -14,6 +14,7 @@ from pipeline.kernels.gptq import (
     rounding_error,
 )
 from pipeline.kernels.gptq import round_with_feedback as round_with
+from pipeline.kernels.levels import LevelKind
 from pipeline.kernels.packing import code_range
 
 DAMPING = 0.01
@@ -61,6 +62,28 @@ def test_feedback_is_that_of_the_inverse(rows: int, columns: int, group: int | N
     assert found.damping == DAMPING
     assert torch.equal(weight, before[0])
     assert torch.equal(moment, before[1])
+
+
+@pytest.mark.parametrize(("bits", "levels"), [(3, "uniform"), (8, "uniform"), (4, "iq4_nl"), (3, "learned")])
+@pytest.mark.parametrize(("rows", "columns", "group"), SHAPES)
+def test_shrinkage_is_that_of_the_moment(
+    rows: int, columns: int, group: int | None, bits: int, levels: LevelKind
+) -> None:
+    """For codes, scales and their polishing."""
+    weight, moment = problem(rows, columns, tokens=columns // 2)
+    before = moment.clone()
+    shrunk = 0.7 * moment + 0.3 * torch.diag(moment.diagonal())
+    found, expected = (
+        round_with(weight, feedback, bits, group, torch.float32, levels)
+        for feedback in (
+            error_feedback(moment, DAMPING, polish=2, shrinkage=0.3),
+            error_feedback(shrunk, DAMPING, polish=2),
+        )
+    )
+    assert (found.codes == expected.codes).all(dim=1).double().mean() > 0.9  # sums round otherwise
+    assert torch.equal(moment, before)
+    mine, other = (rounding_error(weight, each.values, shrunk) for each in (found, expected))
+    assert mine == pytest.approx(other, rel=1e-3)
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
