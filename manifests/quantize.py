@@ -36,17 +36,17 @@ class Quantize(Block):
     `bits: auto` chooses 8, 4 or 3 (2, too, unless levels are uniform) for each part of a layer, together with its
     ranks, by predicted loss within `budget.bytes`. `levels`: uniform ones have fused kernels in engines; `normal` ones
     (quantiles of the normal distribution), `iq4_nl` (4 bits; llama.cpp has kernels for them) and `learned` ones (fitted
-    to each matrix) lose less, and are stored in a table beside each matrix; `auto` chooses among uniform, normal and
-    learned ones for each matrix the kind of least error. `group`: columns that share a
-    scale; null: one scale for each row. `what: all` also rounds token embeddings and the head, to 8 bits with `bits:
-    auto`. `skip`: roles that keep the checkpoint's dtype; those of latent attention are called as in the source.
+    to each matrix) lose less, and are stored in a table beside each matrix; `auto` chooses for each matrix the kind of
+    least error of uniform, normal and learned ones. `group`: columns that share a scale; null: one scale for each row.
+    `what: all` also rounds token embeddings and the head, to 8 bits with `bits: auto`. `skip`: roles that keep the
+    checkpoint's dtype; those of latent attention are called as in the source.
     `gate`, `up` and `down` are those of MLPs and of all experts of a mixture; `experts.down` and its like those of
     routed experts alone, `shared.down` and its like those of the shared expert alone. `feedback`: later columns
     compensate the error of each column (GPTQ), which needs calibration text. `both`: later rows compensate it, too,
     by the gradients of the model's loss at their outputs. null: to the nearest code without calibration text; both if
     uniform codes have fewer than 8 bits and a method measures these gradients of the dense model anyway; else as true.
-    `shrinkage`: the share of the moment that feedback follows which its diagonal replaces; more of it trusts the text
-    less, for each input by its own size. `damping`: added to that moment, in shares of its mean diagonal.
+    `shrinkage`: before feedback, this share of the inputs' moment is replaced by its diagonal; more of it trusts the
+    text less, for each input by its own size. `damping`: added to that moment, in shares of its mean diagonal.
     `least_clip`: the least share of a group's largest magnitude that its codes may cover, with feedback. `polish`:
     sweeps over uniform codes and their scales after feedback, each of which lowers the error.
     """

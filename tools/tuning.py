@@ -36,6 +36,7 @@ from pipeline.rounding.solutions import multiplied, round_solution
 READS = {"q": "attention.in", "k": "attention.in", "v": "attention.in", "o": "o.in"}
 READS |= {"gate": "mlp.in", "up": "mlp.in", "down": "down.in"}
 LEADERS = ("q", "o", "gate", "down")  # one role for each point
+Modules = Mapping[tuple[int, str], nn.Linear]
 HEAD_TOKENS = 256  # at a time, whose logits are in memory
 STEP_TOKENS = 1024  # of a forward pass
 STRIDE = 2  # every second position is scored
@@ -78,9 +79,6 @@ def linears(model: Any, every: int = 1) -> dict[tuple[int, str], nn.Linear]:
             if (role := name.rpartition(".")[2].removesuffix("_proj")) in READS:
                 found[number, role] = module
     return found
-
-
-Modules = Mapping[tuple[int, str], nn.Linear]
 
 
 def input_moments(model: Any, modules: Modules, ids: Tensor) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from lamina.checking_lamina import READER, READER_VERSION
 from lamina.configuration_lamina import tensor_parallel_plan
 from lamina.stored_lamina import FIELD as STORED_FORMATS
 from lamina.vllm_lamina import foreign_rotation, unlike_experts, vllm_lacks
-from manifests.engines import FAST_BITS
+from manifests.engines import FAST_BITS, FAST_LEVELS, Engine
 from manifests.methods import MLA
 from pipeline.checkpoint.expert_codes import code_faults
 from pipeline.checkpoint.nf4 import is_nf4
@@ -43,9 +43,9 @@ def engine_table(config: Mapping[str, Any], cache_share: float) -> str:
     export, cut = "python -m pipeline.export PATH", _kept_by_exports(config, described)
     uniform = " and have uniform levels" if tables else ""
     if (option := _gguf_option(config)) is not None:
+        keeps = (rounded or (tables and not option)) and not is_mixture(config)  # whose codes are multiplied out
         which = uniform if option else ""
-        codes = f"; codes of 8 and 4 bits of matrices that are not factored{which}" if rounded or not option else ""
-        codes = codes if (rounded or tables) and not is_mixture(config) else ""  # of mixtures multiplied out
+        codes = f"; codes of 8 and 4 bits of matrices that are not factored{which}" if keeps else ""
         rows.append(("llama.cpp", f"`{export} --to gguf{option} FILE`", cut + codes))
     kept = f"; codes of matrices that are not factored{uniform}" if rounded else ""
     if not export_faults(config, "stock"):
@@ -149,11 +149,11 @@ def _lost(inputs: Inputs) -> dict[str, str]:
     """Map engines to what they do not keep of the output."""
     quantize, mlps = inputs.manifest.quantize, _mlp_roles(inputs)
     bits = {*quantize.choices} - FAST_BITS if quantize else set()
-    lost: dict[str, list[str]] = {"vllm": [], "llama.cpp": []}
+    lost: dict[Engine, list[str]] = {"vllm": [], "llama.cpp": []}
     if quantize and (bits or quantize.may_have_tables):
         slow = f"{' and '.join(map(str, sorted(bits)))} bits" if bits else f"{quantize.levels} levels"
         for engine, reasons in lost.items():
-            if (engine, quantize.levels) != ("llama.cpp", "iq4_nl"):
+            if bits or not FAST_LEVELS[engine].issuperset(quantize.kinds_of_levels):
                 reasons.append(f"has no kernel for {slow}, which are multiplied out")
     elif quantize:
         lost["vllm"].append("multiplies codes out on a CPU, except 4 bits of a model in 16 bits where it has AVX-512")

@@ -14,6 +14,7 @@ from lamina import LayersConfig
 from lamina.block_lamina import BLOCK_DEFAULTS, MLP_ROLES, POSITIVE_NUMBERS
 from lamina.foreign_lamina import LATENTS, VALUE_WIDTH, narrowed
 from lamina.mixture_lamina import ROUTER, SHARED
+from manifests.engines import FAST_LEVELS
 from manifests.errors import InputError
 from pipeline.checkpoint.expert_codes import code_faults
 from pipeline.checkpoint.gguf_names import BIASES as GGUF_BIASES
@@ -52,7 +53,7 @@ def export_faults(config: Mapping[str, Any], target: ExportTarget, multiply_out:
     faults = _value_faults(config, described)
     tables = [*(config.get(TABLES) or {}).values()]
     if target == "gguf":  # keeps the codes, or of mixtures multiplies them out like uniform ones
-        tables = [scheme for scheme in tables if scheme["levels"] != "iq4_nl"]
+        tables = [scheme for scheme in tables if scheme["levels"] not in FAST_LEVELS["llama.cpp"]]
     kept = target == "dense" or (target == "stock" and is_nf4(config))
     if tables and not kept and not multiply_out:
         kinds = " and ".join(sorted({scheme["levels"] for scheme in tables}))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from manifests.engines import FAST_BITS
+from manifests.engines import FAST_BITS, FAST_LEVELS
 from manifests.errors import InputError
 from manifests.fit import Fit, memory_text
 from manifests.methods import FlatLLM, LeSTD, OfExperts
@@ -136,8 +136,10 @@ def _unheld_by_vllm(fit: Fit, manifest: Manifest, geometry: Geometry) -> Iterato
 
 def _unheld_by_llama_cpp(fit: Fit, manifest: Manifest, geometry: Geometry) -> Iterator[str]:
     quantize, mixture = manifest.quantize, any(layer.num_experts for layer in geometry.layers)
-    has_blocks = quantize is not None and quantize.levels in ("uniform", "iq4_nl") and {*quantize.choices} <= FAST_BITS
-    if quantize is not None and (mixture or not has_blocks):
+    slow = quantize is not None and (
+        {*quantize.kinds_of_levels} - FAST_LEVELS["llama.cpp"] or {*quantize.choices} - FAST_BITS
+    )
+    if quantize is not None and (mixture or slow):
         kept = "no codes of mixtures" if mixture else "codes of 8 or 4 bits with uniform or iq4_nl levels alone"
         yield f"a GGUF file keeps {kept}, and has others multiplied out; change quantize"
     for position, entry in enumerate(manifest.methods):

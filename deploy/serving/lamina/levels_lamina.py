@@ -9,7 +9,6 @@ O outputs, I inputs, W 32-bit words of a row, n levels (2^bits), S scales of a r
 """
 
 import math
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,10 +36,10 @@ def _values(packed_OW: Tensor, levels_n: Tensor, columns: int) -> Tensor:
     (a fifteenth).
     """
     bits = (len(levels_n) - 1).bit_length()
-    if sys.byteorder == "little" and bits in (2, 4, 8):
+    if bits in (2, 4, 8):
         each, bytes_OB = 8 // bits, packed_OW.view(torch.uint8)[:, : math.ceil(columns * bits / 8)]
         return nn.functional.embedding(bytes_OB.int(), _together(levels_n, each)).flatten(1)[:, :columns]
-    if sys.byteorder == "little" and bits == 3 and columns % 8 == 0:
+    if bits == 3 and columns % 8 == 0:
         threes_OB3 = packed_OW.view(torch.uint8)[:, : columns * 3 // 8].int().unflatten(1, (-1, 3))
         low_OB, middle_OB, high_OB = threes_OB3.unbind(2)
         pairs_OB2 = torch.stack((low_OB | (middle_OB & 15) << 8, middle_OB >> 4 | high_OB << 4), dim=2)

@@ -18,6 +18,7 @@ O outputs (rows), I inputs (columns), R rows and C columns of the grid.
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 Shapes = dict[str, tuple[tuple[int, ...], str]]  # part -> shape and dtype
 WORD_BITS = 32
+assert sys.byteorder == "little", "words of packed numbers begin with their lowest byte"
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of four-bit codes of each of eight rows
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E8M0_BIAS = 127
