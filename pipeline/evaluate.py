@@ -14,7 +14,7 @@ if __name__ == "__main__":
 import json
 import sys
 import threading
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
@@ -39,6 +39,7 @@ from pipeline.console.wrapping import say
 from pipeline.evaluation.losses import score_extent, shown_perplexity
 from pipeline.evaluation.task_scores import AskedTasks, score_endpoint, score_whole, task_lines
 from pipeline.inputs.task_names import check_tasks
+from stores.storage import is_address
 
 if TYPE_CHECKING:
     from pipeline.evaluation.perplexity import Scoring
@@ -73,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--gpus", type=float, default=0, help="GPUs of a worker")
     options.add_argument(
         "--scratch",
-        type=Path,
+        type=_disk_path,
         help="folder for hidden states beyond a worker's memory; default: its node's temporary folder",
     )
     add_address(options)
@@ -99,13 +100,16 @@ def _add_task_options(options: ArgumentParser) -> None:
         "--apply-chat-template", action="store_true", help="with --tasks: write contexts by the model's chat template"
     )
     options.add_argument(
-        "--samples", type=Path, metavar="FILE", help="with --tasks: write a line of JSON for each document to this file"
+        "--samples",
+        type=_disk_path,
+        metavar="FILE",
+        help="with --tasks: write a line of JSON for each document to this file",
     )
     options.add_argument(
         "--run-dir",
-        type=Path,
         metavar="DIR",
-        help="with --tasks: keep hidden states after each layer there; the same command then resumes",
+        help="with --tasks: a directory, or s3://BUCKET/FOLDER, that keeps hidden states after each layer; the same "
+        "command then resumes",
     )
     options.add_argument("--every", type=int, default=1, help="with --run-dir: number of layers between two commits")
     whole = options.add_mutually_exclusive_group()
@@ -123,6 +127,13 @@ def _add_task_options(options: ArgumentParser) -> None:
         default=1,
         help="with --whole-model: sequences in a batch; with --endpoint: requests at once",
     )
+
+
+def _disk_path(text: str) -> Path:
+    """Return the path of an option. Raises ArgumentTypeError for the address of a bucket."""
+    if is_address(text):
+        raise ArgumentTypeError(f"{text}: is the address of a bucket; give a path on a disk")
+    return Path(text)
 
 
 def _body(arguments: Any) -> int:

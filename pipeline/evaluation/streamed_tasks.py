@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from stores.lock import RunLock
 from stores.model_files import CONFIG_FILE
 from stores.run_directory import ACTIVATIONS, LEDGER
 from stores.source import SourceCheckpoint
-from stores.storage import Place, Storage, open_storage
+from stores.storage import Place, Storage, is_address, open_storage
 from workers.pools import worker_pool
 
 CPU_TOKENS, GPU_TOKENS = 512, 8192  # that go through a layer at a time, about; results on a CPU stay in its caches
@@ -227,16 +226,17 @@ def digest_of(numbers: torch.Tensor, *parts: Any) -> str:
 
 
 @contextmanager
-def kept_in(folder: Path | None, every: int) -> Iterator[Callable[[SourceCheckpoint], Kept] | None]:
+def kept_in(folder: str | None, every: int) -> Iterator[Callable[[SourceCheckpoint], Kept] | None]:
     """Yield a function that returns a checkpoint's part of a folder, whose lock is held; None without a folder.
 
-    `every`: the number of layers between two commits. Raises InputError if the folder cannot be used, InUseError if
-    another process uses it.
+    `folder`: a path, or the address of a folder in a bucket. `every`: the number of layers between two commits.
+
+    Raises InputError if the folder cannot be used, InUseError if another process uses it.
     """
     if folder is None:
         yield None
         return
-    storage = prepare_folder("--run-dir", str(folder.absolute()))
+    storage = prepare_folder("--run-dir", folder if is_address(folder) else os.path.abspath(folder))
 
     def part(source: SourceCheckpoint) -> Kept:
         stamps = {file: source.file_stamp(file) for file in (CONFIG_FILE, *source.files)}

@@ -148,6 +148,33 @@ def test_an_interrupted_pass_resumes_after_the_last_layer(
     assert evaluate([*arguments, *kept], capsys) == expected
 
 
+def test_a_pass_is_kept_in_a_bucket(
+    model: Path, tasks: list[str], s3_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """The address of a bucket is no folder of the working directory."""
+    working = tmp_path / "working"
+    working.mkdir()
+    monkeypatch.chdir(working)
+    arguments = [str(model), "--tasks", tasks[0], "--run-dir", f"{s3_bucket}/kept"]
+    scores = evaluate(arguments, capsys)
+    assert not list(working.iterdir())
+    assert any(name.startswith("model-") for name in open_storage(f"{s3_bucket}/kept").folders())
+    assert pipeline.evaluate.main([*arguments, "--in-process"]) == 0
+    assert "phase" not in capsys.readouterr().err, "the answers are in the bucket"
+    assert evaluate(arguments, capsys) == scores
+
+
+@pytest.mark.parametrize("option", ["--scratch", "--samples"])
+def test_addresses_of_buckets_are_refused_where_a_disk_is_needed(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        pipeline.evaluate.main(["model", "--tasks", "x.yaml", option, "s3://bucket/x"])
+    assert ended.value.code == 2
+    assert f"{option}: s3://bucket/x: is the address of a bucket" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
