@@ -60,7 +60,7 @@ def resolve_fit(
     fit = manifest.budget.fit if manifest.budget else None
     if fit is None:
         return manifest, None
-    _check_context(fit, config)
+    check_context(fit, config, "budget.fit.context:")
     if faults := [*_unheld(fit, manifest, geometry)]:
         raise InputError("budget.fit: " + "; ".join(faults))
     check(_with_bytes(manifest, 1.0))  # finds faults other than the size
@@ -93,10 +93,11 @@ def least_measured(geometry: Geometry) -> int:
     return math.ceil(geometry.model_bytes() - (1 - LEAST_SHARE) * geometry.decoder_bytes())
 
 
-def _check_context(fit: Fit, config: Mapping[str, Any]) -> None:
+def check_context(fit: Fit, config: Mapping[str, Any], asked_by: str) -> None:
+    """Raise InputError if the model reads fewer tokens than the context. `asked_by`: the option or field with it."""
     if fit.context > (limit := config["max_position_embeddings"]):
         raise InputError(
-            f"budget.fit.context: {fit.context} is longer than the model's max_position_embeddings {limit}"
+            f"{asked_by} {fit.context} is longer than the model's max_position_embeddings {limit}; ask for at most that"
         )
 
 

@@ -20,7 +20,7 @@ from pipeline.checkpoint.planned_size import bounded_plan
 from pipeline.families.foreign import sequence_limit
 from pipeline.families.geometry import Geometry
 from pipeline.families.registry import geometry_of
-from pipeline.inputs.fitting import DoesNotFitError, least_measured, shown_bytes
+from pipeline.inputs.fitting import DoesNotFitError, check_context, least_measured, shown_bytes
 from pipeline.inputs.job_inputs import Inputs, layer_dtype, read_inputs
 from pipeline.inputs.sources import open_dense
 from pipeline.job.plan_report import RateSource, plan_report, serving_line
@@ -62,6 +62,8 @@ def recommend(request: Request, command: str) -> tuple[str, Verdict]:
     Raises InputError about the model, the text, the goal or the cluster.
     """
     source, config = open_dense(request.model, weights=False)
+    if request.goal and request.goal.fit:
+        check_context(request.goal.fit, config, "--context")
     tokenizer = load_tokenizer(source.storage)
     geometry = geometry_of(config)
     longest, channels = sequence_limit(config)[1], _channels(geometry)

@@ -187,6 +187,7 @@ def test_wrong_inputs(init: Init, llama: Path, text: Path, tmp_path: Path) -> No
         ((llama, "--text", text, "--keep", "0.01"), "budget"),
         ((llama, "--text", text, "--fits", "24GB"), "give --context TOKENS"),
         ((llama, "--text", text, "--fits", "24", "--context", "8"), "give a unit, such as 24GB"),
+        ((llama, "--text", text, "--fits", "24GB", "--context", "99999"), "--context 99999 is longer than the model's"),
         ((llama, "--text", text, "--context", "8"), "say what --fits MEMORY should hold"),
         ((llama, "--text", text, "-o", "none/job.yaml"), "no folder none"),
         ((llama, "--text", text, "-o", "folder"), "is a folder"),
