@@ -31,7 +31,6 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]  # lm-eval ships no types
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.answers = answers
-        self.prefix = self.tokenizer.decode(self.prefix_token_id)
         self._encoded = lru_cache(CACHED_TEXTS)(self._encode)
 
     @property
@@ -100,7 +99,14 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]  # lm-eval ships no types
         return self.answers("tasks", questions, self.max_length)
 
     def _encode(self, string: str, add_special_tokens: bool | None) -> tuple[int, ...]:
-        special = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        if add_special_tokens is None and string.startswith(self.prefix):
-            special["add_special_tokens"] = False
-        return tuple(self.tokenizer.encode(string, **special))
+        if add_special_tokens is None:
+            return tuple(encode_text(self.tokenizer, string, self.prefix_token_id))
+        return tuple(self.tokenizer.encode(string, add_special_tokens=add_special_tokens))
+
+
+def encode_text(tokenizer: Any, text: str, prefix_token: int) -> list[int]:
+    """Return the tokens of a text, with those that the tokenizer puts before it, unless it begins with `prefix_token`
+    already."""
+    special = {"add_special_tokens": False} if text.startswith(tokenizer.decode(prefix_token)) else {}
+    tokens: list[int] = tokenizer.encode(text, **special)
+    return tokens

@@ -15,9 +15,11 @@ from typing import Any
 
 from manifests.entries import TaskFigure, TaskScores
 from manifests.errors import InputError, reason
+from manifests.packages import install_advice
 from pipeline.inputs.task_names import GENERATE, YAML_SUFFIXES, find_tasks, refuse_generating
 
 ENDPOINT_TIMEOUT_S = 30.0
+SERVED_TOKENS = 2048  # of a context, as in lm-eval's class for servers
 BOOTSTRAPS = 1000  # drawn for the standard error of a perplexity, which is then known to 2 %
 
 Scores = dict[str, TaskScores]
@@ -148,13 +150,14 @@ def score_endpoint(url: str, model: str, asked: AskedTasks, batch: int, trust_re
 
     Raises InputError: the errors of `load_tasks` and `run_tasks`, or the server does not answer.
     """
-    served = served_model(url)
+    name, length = served_model(url)
     loaded = load_tasks(asked, generates=True)
-    from lm_eval.models.openai_completions import LocalCompletionsAPI
+    from pipeline.evaluation.served_lm import ServedLM  # imports lm-eval
 
     try:
-        lm = LocalCompletionsAPI(
-            model=served,
+        lm = ServedLM(
+            model=name,
+            max_length=length,
             base_url=f"{url.rstrip('/')}/completions",
             tokenizer=model,
             tokenizer_backend="huggingface",
@@ -162,16 +165,24 @@ def score_endpoint(url: str, model: str, asked: AskedTasks, batch: int, trust_re
             num_concurrent=batch,
         )
     except ModuleNotFoundError as error:
-        raise InputError(f"--endpoint: {error}") from error
+        raise InputError(
+            f"--endpoint: a package of the extra `tasks` is missing ({error}); {install_advice('tasks')}"
+        ) from error
     return run_tasks(lm, model, asked, loaded)
 
 
-def served_model(url: str) -> str:
-    """Return the name of the first model of a server of OpenAI's API. Raises InputError if it does not answer."""
+def served_model(url: str) -> tuple[str, int]:
+    """Return the first model of a server of OpenAI's API: its name, and the tokens of its context.
+
+    vLLM says its context in `max_model_len`; of other servers, SERVED_TOKENS are expected.
+
+    Raises InputError if it does not answer.
+    """
     try:
         with urllib.request.urlopen(f"{url.rstrip('/')}/models", timeout=ENDPOINT_TIMEOUT_S) as answer:
-            return str(json.load(answer)["data"][0]["id"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
+            first = json.load(answer)["data"][0]
+            return str(first["id"]), int(first.get("max_model_len") or SERVED_TOKENS)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise InputError(
             f"--endpoint: {url}/models: no list of models ({reason(error)}); give the address of a running server of "
             "OpenAI's API, such as http://localhost:8000/v1"

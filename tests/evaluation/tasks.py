@@ -5,8 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+import pipeline.evaluate
+from tests.end_to_end.sources import make_source
 
 needs_lm_eval = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="lm-eval, the extra `tasks`, is not installed"
@@ -24,6 +28,7 @@ FIELDS = {
     "generate_until": 'doc_to_text: "{{query}}"\ndoc_to_target: "{{choices[gold]}}"\n'
     "generation_kwargs: {max_gen_toks: 4, do_sample: false}",
 }
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<a>"
 AGGREGATIONS = {"word_perplexity": "weighted_perplexity"}
 
 
@@ -61,3 +66,26 @@ def write_group(folder: Path, name: str, tasks: list[str]) -> Path:
         "metadata: {version: 1.0}\n"
     )
     return file
+
+
+def chat_model(folder: Path, context: int) -> Path:
+    """Write a model of at most `context` tokens, whose tokenizer has a chat template, and return its folder."""
+    model = make_source(folder, "llama", max_position_embeddings=context)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
+    return model
+
+
+def evaluate(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """Run the command in this process, and return its scores by model."""
+    code = pipeline.evaluate.main([*arguments, "--in-process", "--dtype", "float32", "--json"])
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    scores: dict[str, Any] = json.loads(printed.out)["tasks"]
+    return scores
+
+
+def answers_of(file: Path, model: str | None = None) -> dict[tuple[str, int], list[Any]]:
+    """Return task and document -> answers to its questions, from a file of samples. `model`: only of this one."""
+    samples = [sample for sample in map(json.loads, file.read_text().splitlines()) if model in (None, sample["model"])]
+    return {(sample["task"], sample["doc_id"]): sample["resps"] for sample in samples}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -21,18 +20,14 @@ from pipeline.evaluation.streamed_tasks import Kept, score_streamed
 from pipeline.evaluation.task_scores import AskedTasks, load_tasks, run_tasks
 from stores.storage import open_storage
 from tests.end_to_end.sources import make_source
-from tests.evaluation.tasks import needs_lm_eval, write_group, write_task
+from tests.evaluation.tasks import answers_of, chat_model, evaluate, needs_lm_eval, write_group, write_task
 
 pytestmark = [needs_lm_eval, pytest.mark.slow]
-TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<a>"
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = make_source(tmp_path_factory.mktemp("source") / "model", "llama", max_position_embeddings=64)
-    settings = json.loads((made / "tokenizer_config.json").read_text())
-    (made / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
-    return made
+    return chat_model(tmp_path_factory.mktemp("source") / "model", 64)
 
 
 @pytest.fixture
@@ -40,20 +35,6 @@ def tasks(tmp_path: Path) -> list[str]:
     """A task of each kind; the documents of the last are longer than the model's context."""
     kinds = ("multiple_choice", "loglikelihood", "loglikelihood_rolling")
     return [str(write_task(tmp_path, f"of_{kind}", kind)) for kind in kinds]
-
-
-def evaluate(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    code = pipeline.evaluate.main([*arguments, "--in-process", "--dtype", "float32", "--json"])
-    printed = capsys.readouterr()
-    assert code == 0, printed.err
-    scores: dict[str, Any] = json.loads(printed.out)["tasks"]
-    return scores
-
-
-def answers_of(file: Path, model: str | None = None) -> dict[tuple[str, int], list[Any]]:
-    """Task and document -> answers to its questions."""
-    samples = [sample for sample in map(json.loads, file.read_text().splitlines()) if model in (None, sample["model"])]
-    return {(sample["task"], sample["doc_id"]): sample["resps"] for sample in samples}
 
 
 def own_answers(model: Path, asked: AskedTasks) -> tuple[dict[str, Any], dict[tuple[str, int], list[Any]]]:
@@ -186,11 +167,6 @@ def test_addresses_of_buckets_are_refused_where_a_disk_is_needed(
 def test_options_that_do_not_fit(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert pipeline.evaluate.main(["model", *options]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_a_server_that_does_not_answer_is_named(tasks: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert pipeline.evaluate.main(["model", "--tasks", tasks[0], "--endpoint", "http://127.0.0.1:9/v1"]) == 2
-    assert "--endpoint: http://127.0.0.1:9/v1/models: no list of models" in capsys.readouterr().err
 
 
 def test_a_tokenizer_without_a_chat_template(
