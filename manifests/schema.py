@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from manifests.blocks import Block, Count, Listed, Location, Share
-from manifests.calibration import FORMER_LEAST_TOKENS, Calibration, Prefix, Text
+from manifests.calibration import FORMER_LEAST_TOKENS, Calibration
+from manifests.evaluation import Evaluation
 from manifests.fit import Fit
 from manifests.heal import Heal
 from manifests.methods import FORMER_RIDGES, AnyMethod
@@ -166,40 +167,6 @@ class Statistics(Block):
     """`keep`: statistics are kept after their layer is solved; null: with propagate: dense, not with compressed."""
 
     keep: bool | None = None
-
-
-class Perplexity(Block):
-    """Perplexity of the output on `text`, in windows of `window` tokens; `dense`: of the source as well.
-
-    `prefix`: every window begins with the ids that the tokenizer puts before a text, such as a BOS; they count in its
-    length and are not scored. `none`: it begins with the text itself, whose first token is not scored, as in published
-    perplexities of WikiText.
-    """
-
-    text: Text
-    window: Annotated[int, Field(ge=2)] = 2048
-    prefix: Prefix = "tokenizer"
-    dense: bool = False
-
-
-class Evaluation(Block):
-    """Measurements of the finished output.
-
-    `tasks`: names of lm-eval's tasks and groups, or YAML files of one each. The dense model is measured, too. The
-    workers score both layer by layer, in float32.
-
-    `whole_model`: the process that runs the job loads each model whole instead, as tasks that generate text need: over
-    its node's GPUs, memory and disk, in the dtype of the weights.
-
-    `calibrate_prediction`: the layers are also compressed to two other sizes, and the losses of these correct the
-    predicted loss of every size from 0.9 to 0.5. For jobs with `budget.keep` whose methods all follow predicted loss.
-    `budget.max_loss` measures several sizes anyway.
-    """
-
-    perplexity: Perplexity | None = None
-    tasks: Annotated[tuple[str, ...], Listed] = ()
-    whole_model: bool = False
-    calibrate_prediction: bool = False
 
 
 class Manifest(Block):

@@ -18,11 +18,12 @@ from pydantic import Field, StringConstraints, ValidationError, field_validator
 from manifests.blocks import Block, Count, Listed, Location, Share
 from manifests.calibration import Calibration
 from manifests.errors import InputError
+from manifests.evaluation import Evaluation
 from manifests.heal import Heal
 from manifests.loading import decode_resolved, describe_faults, expand_environment, read_document
 from manifests.methods import AnyMethod
 from manifests.quantize import FORMER_CONSTANTS, Quantize
-from manifests.schema import Evaluation, Manifest, Model, Resume, Workers
+from manifests.schema import Manifest, Model, Resume, Workers
 
 SWEEP_VERSION = 1
 OWN_JOB = "run it as a job of its own with `python -m pipeline.run`"

@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from manifests.calibration import Prefix
 from manifests.errors import InputError
+from manifests.evaluation import Perplexity
 from manifests.loading import parse_block
 from manifests.records import Record
-from manifests.schema import Perplexity, Workers
+from manifests.schema import Workers
 from pipeline.console.arguments import (
     add_address,
     add_in_process,

@@ -13,7 +13,8 @@ import torch
 
 from lamina import LayersConfig
 from manifests.errors import InputError
-from manifests.schema import Perplexity, Workers
+from manifests.evaluation import Perplexity
+from manifests.schema import Workers
 from pipeline.console.progress import JobObserver
 from pipeline.driver.scheduler import Coroutine, Scheduler
 from pipeline.driver.scoring import window_units

@@ -71,11 +71,13 @@ def score_streamed(
         trust_remote_code: run Python of the checkpoint as its tokenizer.
 
     Raises:
-        InputError: the model is wrong, or the errors of `load_tasks` and `run_tasks`.
+        InputError: the model is wrong, its tokenizer lacks the chat template that is asked for, or the errors of
+            `load_tasks`.
         Interrupted: `stop` was set.
     """
     source, config = open_checkpoint(model, 1, trust_remote_code)
     tokenizer = load_tokenizer(source.storage, trust_remote_code)
+    asked.check_template(tokenizer, model)
     loaded = load_tasks(asked, generates=False)
     start()
     from pipeline.evaluation.streamed_lm import StreamedLM  # imports lm-eval

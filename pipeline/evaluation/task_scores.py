@@ -15,20 +15,23 @@ from typing import Any
 
 from manifests.entries import TaskFigure, TaskScores
 from manifests.errors import InputError, reason
+from manifests.evaluation import Evaluation
 from manifests.packages import install_advice
-from pipeline.inputs.task_names import GENERATE, YAML_SUFFIXES, find_tasks, refuse_generating
+from pipeline.inputs.task_names import (
+    CHAT_FIELD,
+    GENERATE,
+    TASKS_FIELD,
+    YAML_SUFFIXES,
+    check_chat_template,
+    find_tasks,
+    refuse_generating,
+)
 
 ENDPOINT_TIMEOUT_S = 30.0
 SERVED_TOKENS = 2048  # of a context, as in lm-eval's class for servers
 BOOTSTRAPS = 1000  # drawn for the standard error of a perplexity, which is then known to 2 %
 
 Scores = dict[str, TaskScores]
-
-
-def tasks_digest(tasks: Sequence[str]) -> str:
-    """Return a digest of the tasks' names, and of the content of YAML files."""
-    parts = [Path(task).read_bytes() if task.endswith(YAML_SUFFIXES) else task.encode() for task in tasks]
-    return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class AskedTasks:
     Attributes:
         tasks: names of lm-eval's tasks and groups, or YAML files of one task or group each.
         field: the name of the tasks' option or manifest field, for errors.
+        chat_field: likewise that of the chat template.
         limit: the number of documents to score for each task, from the first on; None: all.
         fewshot: the number of answered documents before each question; None: as each task says.
         chat_template: apply the tokenizer's chat template to each context.
@@ -50,6 +54,33 @@ class AskedTasks:
     fewshot: int | None = None
     chat_template: bool = False
     samples: Path | None = None
+    chat_field: str = "--apply-chat-template"
+
+    def check_template(self, tokenizer: Any, model: str) -> None:
+        """Raise InputError if the chat template is asked for, and the tokenizer of this model has none."""
+        if self.chat_template:
+            check_chat_template(tokenizer, self.chat_field, model)
+
+
+def asked_by(evaluation: Evaluation) -> AskedTasks:
+    """Return the tasks of a manifest."""
+    return AskedTasks(
+        evaluation.tasks,
+        TASKS_FIELD,
+        evaluation.limit,
+        evaluation.fewshot,
+        evaluation.chat_template,
+        chat_field=CHAT_FIELD,
+    )
+
+
+def tasks_digest(asked: AskedTasks) -> str:
+    """Return a digest of the tasks' names, of the content of YAML files, and of settings that are not the defaults."""
+    parts = [Path(task).read_bytes() if task.endswith(YAML_SUFFIXES) else task.encode() for task in asked.tasks]
+    settings = {"limit": asked.limit, "fewshot": asked.fewshot, "chat_template": asked.chat_template or None}
+    given = {name: value for name, value in settings.items() if value is not None}
+    parts += [json.dumps(given).encode()] if given else []  # without settings, as before there were any
+    return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -85,14 +116,9 @@ def load_tasks(asked: AskedTasks, generates: bool) -> Any:
 
 
 def run_tasks(lm: Any, model: str, asked: AskedTasks, loaded: Any) -> Scores:
-    """Score a model. `lm`: lm-eval's interface to it; `model`: its name, for samples; `loaded`: of `load_tasks`.
-
-    Raises InputError: the tokenizer has no chat template.
-    """
+    """Score a model. `lm`: lm-eval's interface to it; `model`: its name, for samples; `loaded`: of `load_tasks`."""
     import lm_eval  # slow imports, only where tasks are scored
 
-    if asked.chat_template and not getattr(lm.tokenizer, "chat_template", None):
-        raise InputError(f"--apply-chat-template: the tokenizer of {model} has no chat template; leave the option out")
     os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval would fork beside Ray's threads
     results = lm_eval.simple_evaluate(
         model=lm,
@@ -119,7 +145,8 @@ def score_whole(model: str, asked: AskedTasks, dtype: str, batch: int, trust_rem
         batch: sequences in a batch.
         trust_remote_code: run Python of the checkpoint as its tokenizer; never as the model's class.
 
-    Raises InputError: the errors of `load_tasks` and `run_tasks`, or the model cannot be loaded.
+    Raises InputError: the errors of `load_tasks`, the tokenizer lacks the chat template that is asked for, or the model
+    cannot be loaded.
     """
     loaded = load_tasks(asked, generates=True)
     from lm_eval.models.huggingface import HFLM
@@ -129,6 +156,7 @@ def score_whole(model: str, asked: AskedTasks, dtype: str, batch: int, trust_rem
     from stores.corpus import open_tokenizer
 
     tokenizer = open_tokenizer(model, model, trust_remote_code)
+    asked.check_template(tokenizer, model)
     with tempfile.TemporaryDirectory(prefix="lamina-offload-") as offload:
         try:
             whole: Any = AutoModelForCausalLM.from_pretrained(
@@ -148,7 +176,8 @@ def score_endpoint(url: str, model: str, asked: AskedTasks, batch: int, trust_re
         model: a directory or hub id with the tokenizer of the served model.
         batch: requests at once.
 
-    Raises InputError: the errors of `load_tasks` and `run_tasks`, or the server does not answer.
+    Raises InputError: the errors of `load_tasks`, the tokenizer lacks the chat template that is asked for, or the
+    server does not answer.
     """
     name, length = served_model(url)
     loaded = load_tasks(asked, generates=True)
@@ -168,6 +197,7 @@ def score_endpoint(url: str, model: str, asked: AskedTasks, batch: int, trust_re
         raise InputError(
             f"--endpoint: a package of the extra `tasks` is missing ({error}); {install_advice('tasks')}"
         ) from error
+    asked.check_template(lm.tokenizer, model)
     return run_tasks(lm, model, asked, loaded)
 
 

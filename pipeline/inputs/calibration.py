@@ -11,8 +11,8 @@ import torch
 
 from manifests.calibration import Calibration, Prefix, Text
 from manifests.errors import InputError
+from manifests.evaluation import Perplexity
 from manifests.records import Origin
-from manifests.schema import Perplexity
 from pipeline.families.foreign import sequence_limit
 from pipeline.inputs.job_inputs import Inputs
 from pipeline.methods.text_sources import TextSources

@@ -15,6 +15,7 @@ TASK_NAME = re.compile(r"^task:[ \t]*[\"']?([\w.-]+)", re.MULTILINE | re.ASCII)
 GROUP_NAME = re.compile(r"^group:[ \t]*[\"']?([\w.-]+)", re.MULTILINE | re.ASCII)
 GROUP_TASKS = re.compile(r"^task:[ \t]*(#.*)?\n[ \t]*-|^task:[ \t]*\[", re.MULTILINE)
 YAML_SUFFIXES = (".yaml", ".yml")
+TASKS_FIELD, CHAT_FIELD = "evaluation.tasks", "evaluation.chat_template"  # of a manifest
 GENERATE = "generate_until"  # lm-eval's output type of tasks that generate text
 
 
@@ -60,6 +61,12 @@ def refuse_generating(field: str, tasks: Sequence[str]) -> None:
             "layers that are read one at a time cannot do: `python -m pipeline.evaluate --whole-model` loads the model "
             "into this node's GPUs, memory and disk; `--endpoint URL` asks a running server, such as vLLM's"
         )
+
+
+def check_chat_template(tokenizer: Any, field: str, model: str) -> None:
+    """Raise InputError if the tokenizer of a model has no chat template. `field`: the option that asks for it."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError(f"{field}: the tokenizer of {model} has no chat template; leave it out")
 
 
 def check_reader_of_rounded(field: str) -> None:

@@ -16,9 +16,10 @@ import torch
 
 from manifests.entries import ReusedEntry
 from manifests.errors import InputError
+from manifests.evaluation import Evaluation
 from manifests.loading import decode_document, dump_manifest
 from manifests.records import SourceFile
-from manifests.schema import RANKS_ONLY, Evaluation, Manifest
+from manifests.schema import RANKS_ONLY, Manifest
 from pipeline.checkpoint.output_directory import OutputFiles, claim_files, claim_output, survey_output
 from pipeline.checkpoint.planned_size import plan_of
 from pipeline.console.eta import read_paces

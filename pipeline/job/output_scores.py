@@ -23,13 +23,12 @@ from pipeline.driver.ledger_keys import COMPLETE, SCHEDULE, score_key, task_scor
 from pipeline.evaluation.losses import damage_warnings, shown_perplexity
 from pipeline.evaluation.perplexity import Scoring, score_tokens, sweep_scratch
 from pipeline.evaluation.streamed_tasks import Kept, score_streamed
-from pipeline.evaluation.task_scores import AskedTasks, score_whole, tasks_digest
+from pipeline.evaluation.task_scores import asked_by, score_whole, tasks_digest
 from pipeline.inputs.calibration import seen_share, tokens_digest
 from pipeline.job.context import JobContext, check_loss
 from pipeline.reporting.summary import SEEN_LIMIT, seen_warning
 
 TASKS = "tasks"  # the folder of a run directory where passes of tasks resume
-TASKS_FIELD = "evaluation.tasks"
 
 
 def missing_scores(job: JobContext) -> list[str]:
@@ -95,7 +94,7 @@ def _score_tasks(job: JobContext, key: LedgerKey[TaskScoreEntry], model: str, se
     """Measure and enter a model's scores on the manifest's tasks. The passes resume after the last committed layer."""
     catch_signals(job.stop)
     which = "dense" if key.startswith("task_score/dense/") else "compressed"
-    asked, trusted = AskedTasks(job.manifest.evaluation.tasks, TASKS_FIELD), job.manifest.model.trust_remote_code
+    asked, trusted = asked_by(job.manifest.evaluation), job.manifest.model.trust_remote_code
     whole = job.manifest.evaluation.whole_model
     job.observer.say(f"tasks: the {which} model, {'whole, in this process' if whole else 'layer by layer'}")
     with redirect_stdout(sys.stderr):  # lm-eval prints
@@ -169,9 +168,9 @@ def _score_keys(job: JobContext, seal: str) -> dict[LedgerKey[ScoreEntry], str]:
 
 def _task_score_keys(job: JobContext, seal: str) -> dict[LedgerKey[TaskScoreEntry], str]:
     """Return ledger key -> the model to be scored on the manifest's tasks: the compressed and the dense one."""
-    if not (tasks := job.manifest.evaluation.tasks):
+    if not job.manifest.evaluation.tasks:
         return {}
-    digest = tasks_digest(tasks)
+    digest = tasks_digest(asked_by(job.manifest.evaluation))
     return {
         task_score_key("output", _digest(seal, digest)): job.manifest.output,
         dense_task_key(job): job.inputs.source.place,
@@ -180,7 +179,7 @@ def _task_score_keys(job: JobContext, seal: str) -> dict[LedgerKey[TaskScoreEntr
 
 def dense_task_key(job: JobContext) -> LedgerKey[TaskScoreEntry]:
     """Return the key of the source's scores on the manifest's tasks."""
-    return task_score_key("dense", _digest(_source_digests(job), tasks_digest(job.manifest.evaluation.tasks)))
+    return task_score_key("dense", _digest(_source_digests(job), tasks_digest(asked_by(job.manifest.evaluation))))
 
 
 def dense_score_key(job: JobContext) -> tuple[LedgerKey[ScoreEntry], ...]:

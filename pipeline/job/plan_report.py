@@ -104,7 +104,7 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
     phases = {name: phases[name] for name in ("digests", "start")} | texts | phases  # in the order of the job
     if inputs is not None and tokens is not None:
         phases["evaluate"] = scoring_seconds(inputs, tokens.ids, rates, passes.workers)
-    of_tasks, unknown = tasks_seconds(inputs, manifest.evaluation.tasks, rates, passes.workers)
+    of_tasks, unknown = tasks_seconds(inputs, manifest.evaluation, rates, passes.workers)
     phases |= {"tasks": of_tasks} if of_tasks else {}
     healing = healing_work(manifest, geometry, plan.expected_numbers / plan.dense_numbers, dtype.itemsize)
     phases |= healing.seconds(rates, passes.workers) if healing else {}

@@ -6,31 +6,31 @@ import sys
 from contextlib import redirect_stdout
 
 from manifests.errors import InputError
+from manifests.evaluation import Evaluation
 from pipeline.cost_model.phases import WORKERS_SECONDS, evaluate_seconds
 from pipeline.cost_model.rates import Rates
 from pipeline.cost_model.work import scoring_flops
 from pipeline.evaluation.streamed_tasks import count_tokens
-from pipeline.evaluation.task_scores import AskedTasks
+from pipeline.evaluation.task_scores import asked_by
 from pipeline.inputs.job_inputs import Inputs
+from pipeline.inputs.task_names import TASKS_FIELD
 
-FIELD = "evaluation.tasks"
 
-
-def tasks_seconds(inputs: Inputs | None, tasks: tuple[str, ...], rates: Rates, workers: int) -> tuple[float, list[str]]:
+def tasks_seconds(inputs: Inputs | None, evaluation: Evaluation, rates: Rates, workers: int) -> tuple[float, list[str]]:
     """Return the seconds to score both models on tasks, and a remark if they are not known."""
-    if not tasks:
+    if not evaluation.tasks:
         return 0.0, []
-    if inputs is None or inputs.manifest.evaluation.whole_model:
+    if inputs is None or evaluation.whole_model:
         why = "with --config no tokenizer is read" if inputs is None else "each model is loaded whole"
-        return 0.0, [f"{FIELD} is not among the seconds: {why}"]
+        return 0.0, [f"{TASKS_FIELD} is not among the seconds: {why}"]
     try:
         with redirect_stdout(sys.stderr):  # lm-eval prints
             trusted = inputs.manifest.model.trust_remote_code
             passes = count_tokens(
-                inputs.source, inputs.config, AskedTasks(tasks, FIELD), trusted, inputs.manifest.workers.experts
+                inputs.source, inputs.config, asked_by(evaluation), trusted, inputs.manifest.workers.experts
             )
     except InputError as error:
-        return 0.0, [f"{FIELD} is not among the seconds: {error}"]
+        return 0.0, [f"{TASKS_FIELD} is not among the seconds: {error}"]
     geometry = inputs.geometry
     head = 2.0 * geometry.hidden * geometry.vocab
     flops = sum(

@@ -15,11 +15,11 @@ from manifests.records import ArrayRecord, StagedLayer
 from pipeline.driver.scoring import Layers
 from pipeline.evaluation.questions import Answered, Question, in_order, packed, windows_of
 from pipeline.evaluation.streamed_tasks import batch_tokens, can_branch, digest_of
-from pipeline.evaluation.task_scores import AskedTasks, Scores, load_tasks, run_tasks
+from pipeline.evaluation.task_scores import Scores, asked_by, load_tasks, run_tasks
 from pipeline.families.foreign import sequence_limit
 from pipeline.families.latent_config import latent_form
 from pipeline.job.context import JobContext
-from pipeline.job.output_scores import TASKS_FIELD, dense_task_key
+from pipeline.job.output_scores import dense_task_key
 from pipeline.job.worker_session import JobWorkers
 from pipeline.units.questions import Questions
 from stores.corpus import load_tokenizer
@@ -32,7 +32,7 @@ class PointTasks:
 
     def __init__(self, job: JobContext) -> None:
         """`job`: the context that the points share."""
-        self.asked = AskedTasks(job.manifest.evaluation.tasks, TASKS_FIELD)
+        self.asked = asked_by(job.manifest.evaluation)
         self.trusted = job.manifest.model.trust_remote_code
         self.tokenizer = load_tokenizer(job.inputs.source.storage, self.trusted) if self.asked.tasks else None
         self.stored: dict[str, ArrayRecord] = {}

@@ -26,7 +26,7 @@ from pipeline.checkpoint.planned_size import bounded_plan
 from pipeline.console.eta import read_paces
 from pipeline.console.progress import JobObserver
 from pipeline.driver.ledger_keys import BEFORE_WORK, POINTS, RESULT, SOURCE, layer_key
-from pipeline.evaluation.task_scores import tasks_digest
+from pipeline.evaluation.task_scores import asked_by, tasks_digest
 from pipeline.inputs.calibration import tokens_digest
 from pipeline.inputs.fingerprint import job_fingerprint
 from pipeline.job.context import (
@@ -87,7 +87,7 @@ class SweepContext:
         """The digest of the tokens and tasks that points are scored on."""
         evaluation = None if self.job.evaluation is None else self.job.evaluation.ids
         tokens = [tokens_digest(evaluation), tokens_digest(self.job.held_out)]
-        tokens += [tasks_digest(tasks)] if (tasks := self.job.manifest.evaluation.tasks) else []
+        tokens += [tasks_digest(asked_by(self.job.manifest.evaluation))] if self.job.manifest.evaluation.tasks else []
         return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
     @cached_property

@@ -43,7 +43,7 @@ def sweep_report(sweep: Sweep, points: tuple[SweepPoint, ...], request: RateSour
     rates = rates_from(request, shared.manifest, shared.geometry, shared.dtype)
     tokens = evaluation_tokens(shared)
     whole, workers = _seconds(shared, tokens, rates), _work(shared)[1].workers
-    on_tasks, unknown = tasks_seconds(shared, shared.manifest.evaluation.tasks, rates, workers)
+    on_tasks, unknown = tasks_seconds(shared, shared.manifest.evaluation, rates, workers)
     of_tasks = on_tasks / 2  # of one model
     phases = {name: whole[name] for name in SHARED if name in whole}
     phases |= {"score dense": _scoring(whole) + of_tasks, "curves": 0.0, "solve": 0.0, "score": 0.0, "assemble": 0.0}

@@ -147,10 +147,12 @@ def test_killed_after_a_score_was_entered(tmp_path: Path, job: MakeJob) -> None:
 def test_tasks_of_both_models_are_scored_once(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """lm-eval itself is in tests/evaluation/test_task_scores.py; here, what a job asks it, keeps and says."""
     asked_for: list[str] = []
+    asked_as: list[tuple[int | None, int | None]] = []
 
     def score(model: str, asked: AskedTasks, scoring: Any, **options: Any) -> dict[str, Any]:
         tasks = asked.tasks
         asked_for.append(model)
+        asked_as.append((asked.fewshot, asked.limit))
         return {
             task: {"documents": 9, "metrics": {"acc": {"value": len(asked_for) / 4, "stderr": 0.125}}} for task in tasks
         }
@@ -166,6 +168,12 @@ def test_tasks_of_both_models_are_scored_once(job: MakeJob, monkeypatch: pytest.
     assert len(asked_for) == 2, "a finished job asks nothing twice"
     assert "scored_now" in again(made, {"tasks": ["piqa"]}).json
     assert len(asked_for) == 4
+    settings = {"tasks": ["arc_easy"], "fewshot": 2, "limit": 9}
+    assert "scored_now" in again(made, settings).json
+    assert len(asked_for) == 6
+    assert asked_as[-1] == (2, 9)
+    assert made.run().json["evaluation"]["tasks"] == found, "without settings, the first scores"
+    assert len(asked_for) == 6
     assert "arc   acc" not in again(made, {}).out
 
 

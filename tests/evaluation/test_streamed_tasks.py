@@ -174,7 +174,9 @@ def test_a_tokenizer_without_a_chat_template(
 ) -> None:
     bare = make_source(tmp_path / "bare", "llama")
     assert pipeline.evaluate.main([str(bare), "--tasks", tasks[0], "--apply-chat-template", "--in-process"]) == 2
-    assert "has no chat template; leave the option out" in capsys.readouterr().err
+    assert (
+        f"--apply-chat-template: the tokenizer of {bare} has no chat template; leave it out" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.nightly

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from manifests.errors import InputError
+from manifests.evaluation import Evaluation
 from pipeline.evaluation import task_scores as tasks
-from pipeline.evaluation.task_scores import read_scores, task_lines, tasks_digest
+from pipeline.evaluation.task_scores import AskedTasks, asked_by, read_scores, task_lines, tasks_digest
 from pipeline.inputs.task_names import check_reader_of_rounded, check_tasks
 from tests.evaluation.tasks import needs_lm_eval
 
@@ -78,10 +79,20 @@ def test_a_file_without_a_task(content: str | None, said: str, tmp_path: Path, m
 
 
 def test_the_digest_is_of_what_a_file_says(task: Path) -> None:
-    before = tasks_digest(["hellaswag", str(task)])
-    assert before == tasks_digest(["hellaswag", str(task)]) != tasks_digest([str(task), "hellaswag"])
+    one, other = (AskedTasks(tasks, "--tasks") for tasks in (("hellaswag", str(task)), (str(task), "hellaswag")))
+    before = tasks_digest(one)
+    assert before == tasks_digest(one) != tasks_digest(other)
     task.write_text(task.read_text() + "# changed\n")
-    assert before != tasks_digest(["hellaswag", str(task)])
+    assert before != tasks_digest(one)
+
+
+def test_the_digest_is_of_settings_that_are_not_the_defaults() -> None:
+    """Run directories have scores from before there were settings."""
+    plain = Evaluation(tasks=("arc_easy", "piqa"))
+    assert tasks_digest(asked_by(plain)) == "349ffa2e1b78592287336efcbc59a140b58aa0621e80dca3e079a86afda1f31c"
+    settings: list[dict[str, Any]] = [{}, {"limit": 5}, {"fewshot": 0}, {"fewshot": 5}, {"chat_template": True}]
+    digests = {tasks_digest(asked_by(Evaluation(tasks=plain.tasks, **fields))) for fields in settings}
+    assert len(digests) == len(settings)
 
 
 def test_figures_of_lm_eval_s_results() -> None:

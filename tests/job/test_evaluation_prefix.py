@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from manifests.errors import InputError
-from manifests.schema import Evaluation
+from manifests.evaluation import Evaluation
 from pipeline.inputs.calibration import EvaluationTokens
 from pipeline.job.context import check_evaluation_prefix
 from tests.memory_storage import Memory

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from manifests.calibration import Text
-from manifests.schema import Perplexity
+from manifests.evaluation import Perplexity
 from pipeline.inputs.calibration import window_tokens
 from stores.headers import DTYPES, TensorRecord, read_header
 from tests.end_to_end.exports import as_llama
