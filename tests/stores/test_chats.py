@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -218,9 +219,11 @@ def test_what_a_manifest_says_of_conversations() -> None:
 
 @pytest.mark.parametrize("name", ["smollm2-135m-instruct", "qwen2.5-coder-0.5b-instruct"])
 def test_templates_of_real_models(name: str) -> None:
-    folder = Path(__file__).resolve().parents[2].parent / "real" / name
+    if not (models := os.environ.get("LAMINA_REAL_MODELS")):
+        pytest.skip("no real models: LAMINA_REAL_MODELS, their folder, is not set")
+    folder = Path(models, name)
     if not folder.is_dir():
-        pytest.skip(f"no model: {folder} is missing")
+        pytest.skip(f"no real model: {folder} is missing")
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
