@@ -16,6 +16,7 @@ class Page(HTMLParser):
         self.content = content
         self.open: list[str] = []
         self.ids: list[str] = []
+        self.classes: set[str] = set()
         self.links: list[str] = []
         self.tables: dict[str, list[list[str]]] = {}
         self.captions: list[str] = []
@@ -31,6 +32,7 @@ class Page(HTMLParser):
             self.open.append(tag)
         if identifier := attributes.get("id"):
             self.ids.append(identifier)
+        self.classes |= set((attributes.get("class") or "").split())
         self.links += [
             value or "" for name, value in attrs if name in ("href", "src", "xlink:href", "srcset", "action")
         ]

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.console.progress import SHOWN
+from pipeline.reporting.style import STYLE
 from pipeline.reporting.tables import SCORES
 from pipeline.reporting.time_figures import joined_bars
 from pipeline.sweeping.sweep_page import render_sweep
@@ -72,6 +73,24 @@ def test_one_file_that_needs_nothing_else(page: Page) -> None:
     assert page.content.count("<figure") == page.content.count("<svg") == len(page.captions) > 5
     used = set(re.findall(r"var\(--([a-z0-9-]+)\)", page.content))
     assert used <= set(re.findall(r"--([a-z0-9-]+):", page.content))
+
+
+def red_classes() -> set[str]:
+    """Return the classes whose elements the style shows in red."""
+    rules = re.findall(r"([^{}]+)\{([^{}]*)\}", STYLE)
+    return {
+        name
+        for chosen, rule in rules
+        if "color: var(--bad)" in rule
+        for name in re.findall(r"\.(\w+)(?=[,\s]|$)", chosen)
+    }
+
+
+def test_nothing_is_red_in_the_report_of_a_healthy_job(page: Page) -> None:
+    """The report of a job that failed has red lines."""
+    assert red_classes() == {"failed", "stopped", "error"}
+    assert "done" in page.classes
+    assert not page.classes & red_classes()
 
 
 def test_the_same_run_gives_the_same_page(page: Page, finished_copy: Job) -> None:
@@ -182,6 +201,7 @@ def test_of_a_job_that_failed(job: Callable[..., Job], inline: None, llama: Path
     assert "failed" in page.text
     assert "exit code 2" in page.text
     assert record["error"] in page.text
+    assert page.classes >= {"failed", "error"}
     assert "up" in record["error"]
 
 
