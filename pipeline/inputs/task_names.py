@@ -1,4 +1,4 @@
-"""Checks names of lm-eval tasks before a job starts. lm-eval is an extra: `pip install 'CHECKOUT[tasks]'`."""
+"""Checks lm-eval tasks before a job starts. lm-eval is an extra: `pip install 'CHECKOUT[tasks]'`."""
 
 from __future__ import annotations
 
