@@ -18,7 +18,7 @@ Skipped = Literal[
 ]  # fmt: skip
 OUTER_ROLES = ("embed", "head")
 CHOSEN_LEVELS: tuple[LevelKind, ...] = ("uniform", "normal", "learned")  # of `levels: auto`
-DAMPING, LEAST_CLIP, SHRINKAGE = 0.3, 0.5, 0.3  # docs/results.md#constants-of-rounding
+DAMPING, LEAST_CLIP, SHRINKAGE = 0.03, 0.5, 0.3  # docs/results.md#constants-of-rounding
 # Of jobs begun before these were fields.
 FORMER_CONSTANTS = {"damping": 0.01, "least_clip": 0.875, "polish": 0, "shrinkage": 0.0}
 OUTER_BITS = 8  # of embeddings and head with `bits: auto`, as no curve predicts the loss of fewer bits there
@@ -45,8 +45,9 @@ class Quantize(Block):
     compensate the error of each column (GPTQ), which needs calibration text. `both`: later rows compensate it, too,
     by the gradients of the model's loss at their outputs. null: to the nearest code without calibration text; both if
     uniform codes have fewer than 8 bits and a method measures these gradients of the dense model anyway; else as true.
-    `shrinkage`: before feedback, this share of the inputs' moment is replaced by its diagonal; more of it trusts the
-    text less, for each input by its own size. `damping`: added to that moment, in shares of its mean diagonal.
+    `shrinkage`: before feedback, this share of the moment of what a matrix reads from the residual stream is replaced
+    by its diagonal; more of it trusts the text less, for each input by its own size. `damping`: added to the moment of
+    every input, in shares of its mean diagonal.
     `least_clip`: the least share of a group's largest magnitude that its codes may cover, with feedback. `polish`:
     sweeps over uniform codes and their scales after feedback, each of which lowers the error.
     """

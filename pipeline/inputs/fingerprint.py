@@ -24,11 +24,13 @@ def job_fingerprint(
 ) -> dict[str, Any]:
     """Return field -> value. Fields are compared one by one, so that an error can name the different ones.
 
-    With experts and calibration, one says how the moments of experts with few tokens are completed: a directory without
-    it has statistics, curves and layers by another rule.
+    With experts and calibration, one says how the moments of experts with few tokens are completed; with
+    `quantize.shrinkage`, one says which moments are shrunk. A directory without it has data by another rule.
     """
     mixture = tokens is not None and any(layer.num_experts for layer in inputs.geometry.layers)
-    rule = {"experts_with_few_tokens": "completed by tokens of other experts"} if mixture else {}
+    rules = {"experts_with_few_tokens": "completed by tokens of other experts"} if mixture else {}
+    if (quantize := inputs.manifest.quantize) and quantize.shrinkage:
+        rules["shrunk_moments"] = "what matrices read from the residual stream"
     return {
         "source": {file: {"size": record.size, "sha256": record.sha256} for file, record in source_files.items()},
         "config": inputs.source.config,
@@ -37,7 +39,7 @@ def job_fingerprint(
         "code": VERSION,
         "dtype": inputs.dtype_name,
         "device": "cuda" if inputs.manifest.workers.gpus else "cpu",
-        **rule,
+        **rules,
     }
 
 

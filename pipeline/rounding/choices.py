@@ -183,7 +183,7 @@ class _Predictor:
             weight_OI = weights[matrix.weight_key].to(torch.float64)
             moment_II, gradient_O = statistics.mean(read)[0], statistics.mean(output_gradient(matrix))[0]
             columns = fitting_group(weight_OI.shape[1], quantize.group)
-            feedback, dtype = feedbacks.of(read, moment_II), weights[matrix.weight_key].dtype
+            feedback, dtype = feedbacks.of(read.point, moment_II, cached=True), weights[matrix.weight_key].dtype
             rounded = round_with_feedback(weight_OI, feedback, bits, columns, dtype, quantize.kinds_of_levels[-1])
             errors_O = _squares(rounded.values - weight_OI, moment_II)
             share = float(errors_O.sum()) / max(float(_squares(weight_OI, moment_II).sum()), TINY)

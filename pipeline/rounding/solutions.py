@@ -34,6 +34,7 @@ LEAST_GROUP = 16  # smaller groups would store more in scales than they save
 ERROR_ROWS = 512
 Reads = Mapping[str, str]  # role -> the point that its dense matrix reads: `LayerGeometry.reads`
 RIDGE = 1e-6  # of the latents' mean moment, towards the previous second factor
+WRITER_INPUTS = ("o.in", "down.in")  # ends of the points that matrices which write to the residual stream read
 
 
 class SolutionMatrix(NamedTuple):
@@ -58,25 +59,31 @@ class RoundedSolution(NamedTuple):
 
 
 class Feedbacks:
-    """Caches error feedback by the moment of the matrices' input."""
+    """Caches error feedback by the moment of the matrices' input.
+
+    Moments of what the residual stream holds are shrunk: behind rounded layers it has the noise of all of them. Inputs
+    of matrices that write to the stream have the noise of their own block alone.
+    """
 
     def __init__(self, quantize: Quantize) -> None:
         self.quantize = quantize
-        self.cached: dict[Moment, Feedback | None] = {}
+        self.cached: dict[str, Feedback | None] = {}
 
-    def of(self, point: Moment | None, moment_II: Tensor | None) -> Feedback | None:
-        """Return the feedback of a moment; None without a moment, or if it is zero. It is cached by `point`, if any."""
+    def of(self, point: str, moment_II: Tensor | None, cached: bool) -> Feedback | None:
+        """Return the feedback of a moment; None without a moment, or if it is zero.
+
+        `point`: where the dense matrix reads. `cached`: the moment is that of the values at this point.
+        """
         if moment_II is None:
             return None
-        if point is None:
-            return self._computed(moment_II)
-        if point not in self.cached:
-            self.cached[point] = self._computed(moment_II)
-        return self.cached[point]
-
-    def _computed(self, moment_II: Tensor) -> Feedback | None:
+        if cached and point in self.cached:
+            return self.cached[point]
         quantize = self.quantize
-        return error_feedback(moment_II, quantize.damping, quantize.least_clip, quantize.polish, quantize.shrinkage)
+        shrinkage = 0.0 if point.endswith(WRITER_INPUTS) else quantize.shrinkage
+        found = error_feedback(moment_II, quantize.damping, quantize.least_clip, quantize.polish, shrinkage)
+        if cached:
+            self.cached[point] = found
+        return found
 
 
 def input_moments(roles: Sequence[str], reads: Reads) -> tuple[Moment, ...]:
@@ -137,7 +144,8 @@ def round_solution(
         moment_II = read[0][1]
         try:
             group = fitting_group(read[0][0].shape[1], quantize.group)
-            feedback = feedbacks.of(_read_by(first, solution, reads), moment_II)
+            summed = _read_by(first, solution, reads) is not None
+            feedback = feedbacks.of(reads.get(first.roles[0], ""), moment_II, cached=summed)
             sections = [_sections(matrix, solution, moments, outputs or {}) for matrix in together]
             rounded = _round(read, feedback, sections, quantize.kinds_of_levels, bits, group, dtype)
         except ValueError as error:

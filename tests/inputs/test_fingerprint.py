@@ -81,3 +81,11 @@ def test_the_least_tokens_of_gradients_count_where_they_matter(
     """Directories begun before it was a field have its former value."""
     found = fingerprint(methods=[{"method": method}], calibration=text("a.txt", gradient=gradient))
     assert found["manifest"]["calibration"]["gradient"]["least_tokens"] == kept
+
+
+@pytest.mark.parametrize(("quantize", "named"), [({"shrinkage": 0.0}, False), ({}, True), ({"shrinkage": 0.1}, True)])
+def test_which_moments_are_shrunk_is_said(quantize: dict[str, float], named: bool) -> None:
+    """A directory of the rule before, which shrank all of them, is refused."""
+    found = fingerprint(quantize={"bits": 3, **quantize}, calibration=text("a.txt"))
+    assert ("shrunk_moments" in found) == named
+    assert "shrunk_moments" not in fingerprint(calibration=text("a.txt"))
