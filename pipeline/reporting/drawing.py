@@ -26,6 +26,11 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")  # so that a print 
 DASHES = ("-", "--", "-.", ":", "-", "--", "-.", ":", "-", "--")
 DEPTHS = LinearSegmentedColormap.from_list("depths", ["#4f7fe0", "#d4613c"])
 WIDTH_INCHES, HEIGHT_INCHES = 4.6, 2.7  # as wide as a phone shows at its own size
+LETTER, LEGEND_LINE, LEGEND_GAP = (
+    0.58,
+    2.8,
+    2.0,
+)  # widths in a legend, in sizes of its font
 SHORT_LOG_AXIS = 300.0  # an axis whose ends have a smaller ratio is labelled at 1, 2 and 5 of each decade
 
 STYLE: dict[Any, Any] = {  # matplotlib's types list every name
@@ -102,11 +107,14 @@ def make_logarithmic(axes: Axes) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def legend_below(axes: Axes, columns: int) -> None:
-    """Put a legend below the axes."""
+def legend_below(axes: Axes, most_columns: int) -> None:
+    """Put a legend below the axes, in as many columns as fit the width of the figure."""
     figure = axes.get_figure()
     assert figure is not None
-    figure.legend(loc="outside lower center", ncols=columns)
+    longest = max(map(len, axes.get_legend_handles_labels()[1]), default=0)
+    room = WIDTH_INCHES * 72.0 / STYLE["legend.fontsize"]
+    fitting = int((room + LEGEND_GAP) / (LEGEND_LINE + LETTER * longest + LEGEND_GAP))
+    figure.legend(loc="outside lower center", ncols=max(1, min(most_columns, fitting)))
 
 
 def _element(svg: str, name: str) -> str:

@@ -14,7 +14,7 @@ from pipeline.reporting.drawing import DASHES, GRID, INK, MARKERS, SERIES, Plot,
 from pipeline.sweeping.front import TOLERANCE, PlotPoint, front
 
 SIZES = {"bytes": "bytes of the checkpoint", "cache": "bytes of the cache per token"}
-LOSSES = {"perplexity": "perplexity", "loss_over_dense": "loss over dense, nats per token", "divergence": "divergence"}
+LOSSES = {"perplexity": "perplexity", "loss_over_dense": "loss over dense (nats)", "divergence": "divergence"}
 AXES_INCHES, LEGEND_ROW_INCHES = 2.8, 0.2  # heights
 RING = f"no better point up to {TOLERANCE:.0%} larger"
 STEEP = 4.0  # largest over smallest loss from which the axis is logarithmic
