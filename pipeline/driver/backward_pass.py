@@ -20,7 +20,6 @@ from pipeline.driver.reduction import LayerPass, Reductions
 from pipeline.driver.scheduler import Coroutine
 from pipeline.driver.session import Session
 from pipeline.methods.method import Moment
-from pipeline.methods.registry import layer_gradients
 from pipeline.units.units import Backward
 
 
@@ -45,7 +44,7 @@ class GradientPass:
         for layer in reversed(pending):
             emit = layer > pending[0] and self.job.gradient == "model"
             store = emit and self.job.is_boundary(layer)
-            parts = self.job.parts(layer, layer_gradients(self.job.tasks, layer))
+            parts = self.job.parts(layer, self.job.layer_gradients(layer))
             for part in parts if len(parts) > 1 and self._reads_outputs(layer) else ():
                 yield self._units(layer, (), part=part.number, forth=True)
             for part in reversed(parts):
@@ -95,7 +94,7 @@ class GradientPass:
 
     def _is_entered(self, layer: int) -> bool:
         entry = self.session.journal.get(gradient_key(layer))
-        moments = layer_gradients(self.job.tasks, layer)
+        moments = self.job.layer_gradients(layer)
         return entry is not None and all(moment.key in entry.statistics for moment in moments)
 
     def _base(self, layer: int) -> int:

@@ -21,7 +21,6 @@ from pipeline.driver.reduction import LayerPass, Reductions
 from pipeline.driver.scheduler import Coroutine, Fiber
 from pipeline.driver.session import Session, solve_units, write_units
 from pipeline.driver.stored_statistics import StoredStatistics
-from pipeline.methods.registry import layer_moments
 from pipeline.units.sums import Summed
 from pipeline.units.units import ShardDone, Solve, SolveDone, Unwritten, Write
 
@@ -65,7 +64,7 @@ class CompressedWalk:
 
         `emit`: also start to compute the layer's outputs.
         """
-        moments, result = layer_moments(self.job.tasks, layer), None
+        moments, result = self.job.layer_moments(layer), None
         entered = self.session.journal.get(statistics_key(layer))
         statistics: dict[str, ArrayRecord | Summed] = {**self.stored.of_backward_pass(layer)}
         if entered is not None:
@@ -107,7 +106,7 @@ class CompressedWalk:
         if result and self.job.keep_statistics:
             moments = yield from self.reductions.stored(result)
             earlier = {key: record for key, record in statistics.items() if isinstance(record, ArrayRecord)}
-            claimed = {moment.key for moment in layer_moments(self.job.tasks, layer)}
+            claimed = {moment.key for moment in self.job.layer_moments(layer)}
             moments |= {key: record for key, record in earlier.items() if key in claimed}
             self.session.enter(statistics_key(layer), StatisticsEntry(statistics=moments))
         self.session.enter_layer(layer, list(zip(solves, solutions, strict=True)), record)

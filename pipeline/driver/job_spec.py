@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, overload
 
 from manifests.entries import LossRatiosEntry
@@ -13,7 +14,7 @@ from pipeline.driver.interfaces import Journal
 from pipeline.driver.ledger_keys import curves_key, dense_key, layer_key, measured_key
 from pipeline.methods.base import Method
 from pipeline.methods.method import Moment, Scores, Task
-from pipeline.methods.registry import layer_gradients, layer_importance, layers_of
+from pipeline.methods.registry import layer_gradients, layer_importance, layer_moments, layers_of
 from pipeline.units.sharding import (
     expert_parts,
     expert_ranges,
@@ -146,6 +147,22 @@ class Job(CalibrationPasses):
             return int(rest.partition(".")[0]) // self.held_experts
         return parts - 1 if block in ("shared", "head") else 0
 
+    def layer_moments(self, layer: int) -> tuple[Moment, ...]:
+        """Return the statistics of activations that a layer needs, each once, in a fixed order."""
+        return self._moments.get(layer, ((), ()))[0]
+
+    def layer_gradients(self, layer: int) -> tuple[Moment, ...]:
+        """Return the moments of gradients that a layer needs, each once, in a fixed order."""
+        return self._moments.get(layer, ((), ()))[1]
+
+    @cached_property
+    def _moments(self) -> Mapping[int, tuple[tuple[Moment, ...], tuple[Moment, ...]]]:
+        """The moments of each claimed layer: of activations and of gradients. Large mixtures have 15,000 tasks."""
+        tasks: dict[int, list[Task]] = {}
+        for task in self.tasks:
+            tasks.setdefault(task.layer, []).append(task)
+        return {layer: (layer_moments(own, layer), layer_gradients(own, layer)) for layer, own in tasks.items()}
+
     def factor_parts(self, task: Task) -> int:
         """Return the number of parts of a task's factors: one for each slice of its experts."""
         experts = {role.split(".")[1] for role in task.roles if role.startswith("experts.")}
@@ -171,7 +188,7 @@ class Job(CalibrationPasses):
 
     def gradient_layers(self) -> list[int]:
         """Return the layers of the backward pass, ascending; none if no task needs gradients."""
-        needing = [layer for layer in range(self.num_layers) if layer_gradients(self.tasks, layer)]
+        needing = [layer for layer in range(self.num_layers) if self.layer_gradients(layer)]
         return list(range(needing[0], self.num_layers)) if needing else []
 
 

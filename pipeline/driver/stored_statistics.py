@@ -10,7 +10,6 @@ from pipeline.driver.job_spec import trains_mixed
 from pipeline.driver.ledger_keys import dense_key, gradient_key, layer_key, statistics_key
 from pipeline.driver.session import Session
 from pipeline.methods.method import Moment, Task
-from pipeline.methods.registry import layer_gradients, layer_moments
 
 
 class StoredStatistics:
@@ -28,15 +27,15 @@ class StoredStatistics:
     def missing(self, layer: int) -> tuple[Moment, ...]:
         """Return the moments of a layer that the dense pass has not entered."""
         entered = self.of_dense_pass(layer)
-        return tuple(moment for moment in layer_moments(self.job.tasks, layer) if moment.key not in entered)
+        return tuple(moment for moment in self.job.layer_moments(layer) if moment.key not in entered)
 
     def of_backward_pass(self, layer: int) -> Mapping[str, ArrayRecord]:
         """Return the moments of gradients; none if no task needs them. Raises CorruptError if they are missing."""
-        return self.session.entry(gradient_key(layer)).statistics if layer_gradients(self.job.tasks, layer) else {}
+        return self.session.entry(gradient_key(layer)).statistics if self.job.layer_gradients(layer) else {}
 
     def of_layer(self, layer: int) -> Mapping[str, ArrayRecord]:
         """Return the moments of both passes. Raises CorruptError if they are missing."""
-        values = self.session.entry(dense_key(layer)).statistics if layer_moments(self.job.tasks, layer) else {}
+        values = self.session.entry(dense_key(layer)).statistics if self.job.layer_moments(layer) else {}
         return {**values, **self.of_backward_pass(layer)}
 
     def of_task(self, task: Task) -> dict[Moment, ArrayRecord]:
