@@ -14,10 +14,9 @@ from typing import Any
 from manifests.loading import parse_manifest
 from manifests.schema import Manifest
 from pipeline.cost_model.commits import layers_per_commit
-from pipeline.cost_model.passes import gradient_tokens, planned_passes
 from pipeline.cost_model.phases import phase_seconds
+from pipeline.cost_model.prices import Prices, prices_of
 from pipeline.cost_model.rates import Rates, rates_of
-from pipeline.cost_model.work import LayerWork, layer_work
 from pipeline.driver.job_spec import Job, passes_of
 from pipeline.families.geometry import Geometry
 from pipeline.families.registry import geometry_of, standard_config
@@ -52,11 +51,10 @@ def manifest_of(propagate: str, keep: bool | None = None, **entry: Any) -> Manif
     })  # fmt: skip
 
 
-def work_of(model: str, propagate: str, **entry: Any) -> LayerWork:
-    """Return the work of a layer in such a job."""
-    manifest, shape = manifest_of(propagate, None, **entry), geometry(model)
+def prices_for(manifest: Manifest, shape: Geometry, rates: Rates) -> Prices:
+    """Return the prices of a job that keeps 0.8 of a model's numbers."""
     tasks = claim_tasks(build_methods(manifest), shape)
-    return layer_work(manifest, shape, tasks, ITEMSIZE, gradient_tokens(manifest, shape, tasks), keep=0.8)
+    return prices_of(manifest, shape, tasks, ITEMSIZE, rates, keep=0.8)
 
 
 def predict(
@@ -74,12 +72,10 @@ def predict(
     `failures_s`: times at which one worker after another dies; each is replaced as soon as another has started.
     """
     manifest, shape = manifest_of(propagate, keep, **entry), geometry(model)
-    passes = planned_passes(manifest, shape, claim_tasks(build_methods(manifest), shape))
-    passes = replace(passes, workers=workers, cached=cached, offload=False)
-    work = work_of(model, propagate, **entry)
+    prices = prices_for(manifest, shape, rates)
+    prices = replace(prices, passes=replace(prices.passes, workers=workers, cached=cached, offload=False))
     failures = [Failure(at, number % workers) for number, at in enumerate(failures_s)]
-    job = job_of(manifest, shape, layers_per_commit(work, rates, passes))
-    return simulate(job, work, rates, passes, failures), phase_seconds(work, rates, passes)
+    return simulate(job_of(manifest, shape, layers_per_commit(prices)), prices, failures), phase_seconds(prices)
 
 
 def job_of(manifest: Manifest, geometry: Geometry, every: int) -> Job:

@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import math
 
-from pipeline.cost_model.phases import PlannedPasses, add_seconds, collect_seconds, phase_seconds, store_seconds
-from pipeline.cost_model.rates import Rates
-from pipeline.cost_model.work import LayerWork
+from pipeline.cost_model.phases import phase_seconds
+from pipeline.cost_model.prices import Prices
 
 COMMIT_SHARE = 0.05  # the largest share of a pass's time for commits of hidden states
 REPEATED_SECONDS = 600.0  # the most work that a kill may cost
 
 
-def committing_seconds(work: LayerWork, rates: Rates, passes: PlannedPasses) -> float:
+def committing_seconds(prices: Prices) -> float:
     """Return the time that one commit of all hidden states costs the workers: its bytes and its files.
 
     In a dense pass, the layer's sums are committed with it and must be stored before.
     """
-    waiting = 0.0
-    if not passes.compressed:
-        waiting = collect_seconds(work, rates) + add_seconds(work, rates, passes) + store_seconds(work, rates, passes)
-    return (
-        work.hidden_bytes / passes.nodes(rates) / rates.disk + passes.rounds * passes.shards * rates.commit_s + waiting
-    )
+    rates, passes, size = prices.rates, prices.passes, prices.work.moment_bytes
+    reducing = prices.collect_seconds(size) + prices.add_seconds(size) + prices.store_seconds(size)
+    writing = prices.work.hidden_bytes / passes.nodes(rates) / rates.disk
+    return writing + passes.rounds * passes.shards * rates.commit_s + (0.0 if passes.compressed else reducing)
 
 
-def layers_per_commit(work: LayerWork, rates: Rates, passes: PlannedPasses) -> int:
+def layers_per_commit(prices: Prices) -> int:
     """Return the number of layers between two commits of hidden states, for `resume.every: auto`.
 
     It is the smallest number for which commits take at most `COMMIT_SHARE` of every pass. It is lower, but at least
     one, if a kill would otherwise cost more than `REPEATED_SECONDS` of work.
     """
-    phases = phase_seconds(work, rates, passes)
+    phases, passes = phase_seconds(prices), prices.passes
     seconds = sum(phases.get(name, 0.0) for name in ("statistics", "reduce", "propagate"))
     seconds += phases["solve"] if passes.from_memory else 0.0  # otherwise layers are solved after the pass
     # The pass for importance commits only the hidden states of its shards, so its time is scaled to all shards.
@@ -39,11 +36,12 @@ def layers_per_commit(work: LayerWork, rates: Rates, passes: PlannedPasses) -> i
     of_layer = [each / passes.layers for each in (importance, seconds) if each]
     if not of_layer:
         return 1
-    rare = math.ceil(committing_seconds(work, rates, passes) / (COMMIT_SHARE * min(of_layer)))
+    rare = math.ceil(committing_seconds(prices) / (COMMIT_SHARE * min(of_layer)))
     return max(1, min(rare, passes.layers, int(REPEATED_SECONDS / max(of_layer))))
 
 
-def committed_bytes(work: LayerWork, passes: PlannedPasses, every: int) -> int:
+def committed_bytes(prices: Prices, every: int) -> int:
     """Return the bytes of all commits of hidden states: one for every `every` layers, except the last."""
-    commits = (passes.layers - 1) // every
-    return commits * work.hidden_bytes + commits * work.hidden_bytes * passes.importance // passes.shards
+    passes, commits = prices.passes, (prices.passes.layers - 1) // every
+    size = commits * prices.work.hidden_bytes
+    return size + size * passes.importance // passes.shards

@@ -22,8 +22,7 @@ from pipeline.cost_model.memory import (
     solving_bytes,
     worker_peak,
 )
-from pipeline.cost_model.passes import gradient_tokens, planned_passes
-from pipeline.cost_model.phases import PlannedPasses
+from pipeline.cost_model.passes import PlannedPasses, gradient_tokens, planned_passes
 from pipeline.cost_model.reads import read_phases
 from pipeline.cost_model.refinement_work import settings_of
 from pipeline.cost_model.solve_work import solve_flops, solve_work
@@ -73,6 +72,11 @@ class Plan:
     calibration_tokens: int
     workers: int
     read_phases: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def kept(self) -> float:
+        """The kept share of the model's numbers, at most."""
+        return self.expected_numbers / self.dense_numbers
 
     def report(self) -> dict[str, Any]:
         """Return the plan as JSON."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from manifests.heal import CHECKPOINTED_BYTES, LOGIT_ROWS, MICRO_TOKENS, step_windows
 from manifests.schema import Manifest
-from pipeline.cost_model.phases import WORKERS_SECONDS
+from pipeline.cost_model.prices import WORKERS_SECONDS
 from pipeline.cost_model.rates import Rates
 from pipeline.cost_model.work import scoring_flops
 from pipeline.families.geometry import Geometry

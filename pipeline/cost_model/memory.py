@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from manifests.schema import Manifest
 from pipeline.cost_model.completion_work import completion_bytes, without_others
-from pipeline.cost_model.passes import gradient_tokens
-from pipeline.cost_model.phases import PlannedPasses
+from pipeline.cost_model.passes import PlannedPasses, gradient_tokens
 from pipeline.cost_model.refinement_work import SCORES, VALUE_BYTES, refine_bytes
 from pipeline.cost_model.vocabulary import outer_bytes, pulled_logits_bytes
 from pipeline.cost_model.work import pair_bytes
@@ -127,12 +126,8 @@ def shared_bytes(passes: PlannedPasses, summed: int, stored: int) -> int:
     They hold its own sums (triangles), those that it adds, and their total, for the layers whose sums are in flight,
     the sums of layers that wait to be solved, and factors. `summed`: bytes of a layer's whole moments.
     """
-    sums, in_flight = (
-        (3 if passes.workers > 1 else 1),
-        1 if passes.compressed else 2 if passes.in_pass else 1 + passes.ahead,
-    )
-    waiting = min(2 * passes.workers, passes.layers) if passes.in_pass else 0
-    return (in_flight * sums + waiting) * summed // 2 + (1 if passes.compressed else 2) * stored
+    sums = 3 if passes.workers > 1 else 1
+    return (passes.in_flight * sums + passes.waiting) * summed // 2 + (1 if passes.compressed else 2) * stored
 
 
 def part_bytes(layer: LayerGeometry, tasks: Sequence[Task], experts: int) -> int:

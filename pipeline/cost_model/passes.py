@@ -2,15 +2,96 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from manifests.schema import Manifest
-from pipeline.cost_model.phases import PlannedPasses
+from pipeline.cost_model.rates import Rates
+from pipeline.driver.in_flight import layers_ahead
 from pipeline.driver.job_spec import passes_of, solves_in_pass
 from pipeline.families.geometry import Geometry
 from pipeline.methods.method import Task
 from pipeline.methods.registry import build_methods, predict_tasks
 from pipeline.units.sharding import held_out_windows
+
+
+@dataclass(frozen=True)
+class PlannedPasses:
+    """The passes of a job through its layers.
+
+    Attributes:
+        importance: shards of a separate pass before the walk (`propagate: compressed` with ranks by importance), or 0.
+        compressed: the inputs of a layer are the outputs of compressed layers.
+        offload: hidden states leave the device between layers.
+        cached: data remains in the nodes' page cache until it is read again.
+        in_pass: layers are solved during the dense pass, from memory (`pipeline.driver.dense_walk`).
+        keep_statistics: a dense pass stores its moments even if layers are solved from memory.
+        joined: held-out text passes the dense model together with both texts, before all other passes.
+        every: layers between two commits of hidden states; 0: unknown, or so many that commits are cheap.
+        gradient_shards, held_out_shards: shards of the backward pass's samples, and of held-out text.
+    """
+
+    layers: int
+    shards: int
+    workers: int
+    importance: int
+    compressed: bool
+    offload: bool = False
+    cached: bool = False
+    gradient_shards: int = 1
+    held_out_shards: int = 1
+    every: int = 0
+    in_pass: bool = False
+    keep_statistics: bool = True
+    joined: bool = False
+
+    @property
+    def stores(self) -> bool:
+        """Return True if a dense pass stores its moments."""
+        return self.keep_statistics or not self.in_pass
+
+    @property
+    def held_out_models(self) -> int:
+        """Return the number of models that held-out text passes in the phase of that name."""
+        return 1 if self.joined else 2
+
+    @property
+    def ahead(self) -> int:
+        """Return the number of layers whose sums may still be reduced or stored when the next layer starts."""
+        return 1 + self.workers if self.in_pass else layers_ahead(self.workers)
+
+    @property
+    def in_flight(self) -> int:
+        """Return the number of layers whose sums the workers exchange at the same time."""
+        return 1 if self.compressed else 2 if self.in_pass else 1 + self.ahead
+
+    @property
+    def waiting(self) -> int:
+        """Return the number of layers whose sums wait in memory to be solved during the pass."""
+        return min(2 * self.workers, self.layers) if self.in_pass else 0
+
+    @property
+    def from_memory(self) -> bool:
+        """Return True if layers are solved from moments in the workers' memory."""
+        return self.compressed or self.in_pass
+
+    @property
+    def rounds(self) -> float:
+        """Return the busiest worker's share of all shards."""
+        return self.rounds_of(self.shards)
+
+    def rounds_of(self, shards: int) -> float:
+        """Return the busiest worker's share of this number of shards."""
+        return math.ceil(shards / self.workers) / shards
+
+    def nodes(self, rates: Rates) -> int:
+        """Return the number of nodes with workers."""
+        return math.ceil(self.workers / rates.workers_per_node)
+
+    def source_cached(self, rates: Rates) -> bool:
+        """Return True if the source is in the page cache of all nodes, because the only node read it for digests."""
+        return self.cached and self.nodes(rates) == 1
 
 
 def planned_passes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> PlannedPasses:

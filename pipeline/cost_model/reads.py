@@ -14,7 +14,7 @@ from typing import Any
 
 from manifests.schema import Manifest
 from pipeline.cost_model.bounds import Size
-from pipeline.cost_model.phases import PlannedPasses
+from pipeline.cost_model.passes import PlannedPasses
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.base import Group

@@ -5,26 +5,27 @@ docs/plan.md#seconds-by-phase.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from manifests.calibration import Calibration
 from manifests.schema import Manifest
-from pipeline.cost_model.phases import WORKERS_SECONDS, PlannedPasses
+from pipeline.cost_model.phases import evaluate_seconds
+from pipeline.cost_model.prices import WORKERS_SECONDS, Prices
 from pipeline.cost_model.rates import Rates
-from pipeline.cost_model.work import LayerWork, forward_flops, scoring_flops
+from pipeline.cost_model.work import forward_flops, scoring_flops
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.units.scores import scorers
 from pipeline.units.sharding import text_windows
 
 
-def texts_seconds(
-    manifest: Manifest, geometry: Geometry, evaluation: int, work: LayerWork, rates: Rates, passes: PlannedPasses
-) -> float:
+def texts_seconds(manifest: Manifest, geometry: Geometry, evaluation: int, prices: Prices) -> float:
     """Return the seconds for the samples and, if any, the evaluation text of `evaluation` tokens, and for held-out text
     that passes the model with them.
 
     Half of the workers score one model. Each of them builds every layer. The result is 0 for a job without statistics.
     """
-    calibration = manifest.calibration
+    calibration, work, rates, passes = manifest.calibration, prices.work, prices.rates, prices.passes
     if calibration is None or not (work.moment_flops or work.sample_bytes or passes.importance):
         return 0.0
     length = min(calibration.sequence_length, evaluation or calibration.sequence_length)
@@ -35,6 +36,12 @@ def texts_seconds(
     building = passes.layers * work.built_bytes / rates.memory
     reading = 0.0 if passes.cached else passes.layers * work.weight_bytes / rates.disk
     return max(reading, computing + building)
+
+
+def evaluation_seconds(geometry: Geometry, windows: Sequence[int], rates: Rates, workers: int) -> float:
+    """Return the seconds to score a model on the evaluation text. `windows`: their number, and the tokens of each."""
+    count, length = windows
+    return evaluate_seconds(count * length * scoring_flops(geometry, length), rates, workers)
 
 
 def amount_seconds(calibration: Calibration, layer: LayerGeometry, rates: Rates) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from manifests.quantize import OUTER_ROLES
@@ -109,18 +109,6 @@ class LayerWork:
     gradient_moment_flops: float = 0.0
     gradient_moved_bytes: float = 0.0
     gradient_grid_flops: float = 0.0
-
-    def of_layers_alone(self, *, rounds: bool) -> LayerWork:
-        """Return the work of the first solve of `budget.measure_layers`: without corrections and training, and with
-        rounding only if it `rounds`."""
-        return replace(
-            self,
-            pair_bytes=(),
-            pair_added_bytes=0.0,
-            correction_flops=0.0,
-            refinement=UNREFINED,
-            rounding=self.rounding if rounds else (),
-        )
 
 
 def layer_work(

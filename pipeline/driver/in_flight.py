@@ -19,6 +19,11 @@ from pipeline.units.units import Summable
 AHEAD = 3  # workers for each further layer that may be reduced at the same time
 
 
+def layers_ahead(workers: int) -> int:
+    """Return how many layers' sums may still be reduced or stored while shards pass the next layer."""
+    return 1 + workers // AHEAD
+
+
 class LayersInFlight:
     """Enters layers in the order of the pass, as soon as their sums are stored."""
 
@@ -50,7 +55,7 @@ class LayersInFlight:
             yield from self.reductions.collected(self.passed[-2][1])
         result = yield from self.reductions.run(moments, units(), grids=grids)
         self.passed.append((layer, result))
-        self.allowed = 1 + self.session.pool.size // AHEAD if moments and not stores else 0
+        self.allowed = layers_ahead(self.session.pool.size) if moments and not stores else 0
 
     def finish(self) -> Coroutine[None]:
         """Enter the remaining layers."""

@@ -9,10 +9,9 @@ import torch
 
 from manifests.entries import ScheduleEntry
 from pipeline.cost_model.commits import layers_per_commit
-from pipeline.cost_model.passes import planned_passes
+from pipeline.cost_model.prices import prices_of
 from pipeline.cost_model.probe import ProbedShape, measured_rates
 from pipeline.cost_model.rates import GPUS, Rates
-from pipeline.cost_model.work import layer_work
 from pipeline.driver.ledger_keys import SCHEDULE
 from pipeline.job.context import JobContext
 
@@ -29,10 +28,10 @@ def commit_interval(job: JobContext, hardware: Mapping[str, str]) -> int:
         return 1
     entered = job.ledger.get(SCHEDULE)
     if entered is None:
-        inputs, geometry = job.inputs, job.inputs.geometry
-        work = layer_work(inputs.manifest, geometry, inputs.tasks, inputs.dtype.itemsize)
-        passes = planned_passes(inputs.manifest, geometry, inputs.tasks)
-        entered = ScheduleEntry(every=layers_per_commit(work, _rates(job, hardware["device"]), passes))
+        inputs, rates = job.inputs, _rates(job, hardware["device"])
+        itemsize, kept = inputs.dtype.itemsize, job.plan.kept
+        prices = prices_of(inputs.manifest, inputs.geometry, inputs.tasks, itemsize, rates, kept)
+        entered = ScheduleEntry(every=layers_per_commit(prices))
         job.ledger.commit(SCHEDULE, entered)
     job.observer.say(f"resume.every: auto: hidden states are committed every {entered.every} layers")
     return entered.every

@@ -20,20 +20,14 @@ from pipeline.checkpoint.engines import planned_lines
 from pipeline.checkpoint.planned_size import plan_of
 from pipeline.console.amounts import duration
 from pipeline.cost_model.commits import committed_bytes, layers_per_commit
-from pipeline.cost_model.estimate import Plan, expert_remarks, make_plan, rank_remarks, source_remarks
+from pipeline.cost_model.estimate import expert_remarks, make_plan, rank_remarks, source_remarks
 from pipeline.cost_model.healing_work import healing_work
-from pipeline.cost_model.passes import gradient_tokens, planned_passes
-from pipeline.cost_model.phases import (
-    WORKERS_SECONDS,
-    PlannedPasses,
-    evaluate_seconds,
-    object_store_bytes,
-    phase_seconds,
-)
+from pipeline.cost_model.passes import PlannedPasses
+from pipeline.cost_model.phases import object_store_bytes, phase_seconds, scored_seconds, solving_seconds
+from pipeline.cost_model.prices import WORKERS_SECONDS, Prices, prices_of
 from pipeline.cost_model.probe import ProbedShape, measured_rates
 from pipeline.cost_model.rates import Rates, rates_of
-from pipeline.cost_model.texts import amount_seconds, texts_seconds
-from pipeline.cost_model.work import LayerWork, layer_work, scoring_flops
+from pipeline.cost_model.texts import amount_seconds, evaluation_seconds, texts_seconds
 from pipeline.driver.ledger_keys import SAMPLES
 from pipeline.families.geometry import Geometry
 from pipeline.families.registry import geometry_of, standard_config
@@ -42,7 +36,6 @@ from pipeline.inputs.fitting import shown_bytes
 from pipeline.inputs.job_inputs import Inputs, fit_methods, fitted, measuring_layers, read_inputs
 from pipeline.job.context import with_samples
 from pipeline.job.planned_tasks import tasks_seconds
-from pipeline.methods.method import Task
 from pipeline.ranks.calibration import BLOCKS, OTHER_SIZES
 from stores.run_directory import RunDirectory
 from workers.hardware import machine_cores, thread_fault
@@ -87,15 +80,15 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
         plan = make_plan(manifest, geometry, tasks, dtype.itemsize, geometry.model_bytes())
     manifest = measuring_layers(manifest, methods, geometry, tasks)
     rates = rates_from(source, manifest, geometry, dtype)
-    work, passes = planned_work(manifest, geometry, tasks, dtype, plan), planned_passes(manifest, geometry, tasks)
-    phases = phase_seconds(work, rates, passes)
+    prices = prices_of(manifest, geometry, tasks, dtype.itemsize, rates, plan.kept)
+    passes, phases = prices.passes, phase_seconds(prices)
     tokens = evaluation_tokens(inputs) if inputs else None
     evaluation = 0 if tokens is None else tokens.ids.numel()
-    texts = {"texts": texts_seconds(manifest, geometry, evaluation, work, rates, passes)}
+    texts = {"texts": texts_seconds(manifest, geometry, evaluation, prices)}
     if manifest.evaluation.calibrate_prediction:
         phases["other sizes"] = OTHER_SIZES * size_seconds(phases, passes)
     if manifest.measures_layers:
-        alone = phase_seconds(work.of_layers_alone(rounds=not manifest.measures_unrounded), rates, passes)
+        alone = phase_seconds(prices.of_layers_alone(rounds=not manifest.measures_unrounded))
         models = (BLOCKS + 1) / 2  # each run of layers passes only the layers from its own first one on
         phases["measured layers"] = size_seconds(alone, passes) + models * scored_seconds(phases, passes)
     calibration = manifest.calibration
@@ -103,12 +96,15 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
         texts = {"amount of text": amount_seconds(calibration, geometry.layers[0], rates)} | texts
     phases = {name: phases[name] for name in ("digests", "start")} | texts | phases  # in the order of the job
     if inputs is not None and tokens is not None:
-        phases["evaluate"] = scoring_seconds(inputs, tokens.ids, rates, passes.workers)
+        perplexity = inputs.manifest.evaluation.perplexity
+        models = 1 + (perplexity is not None and perplexity.dense)
+        each = evaluation_seconds(inputs.geometry, tokens.ids.shape, rates, passes.workers)
+        phases["evaluate"] = models * WORKERS_SECONDS + models * each
     of_tasks, unknown = tasks_seconds(inputs, manifest.evaluation, rates, passes.workers)
     phases |= {"tasks": of_tasks} if of_tasks else {}
-    healing = healing_work(manifest, geometry, plan.expected_numbers / plan.dense_numbers, dtype.itemsize)
+    healing = healing_work(manifest, geometry, plan.kept, dtype.itemsize)
     phases |= healing.seconds(rates, passes.workers) if healing else {}
-    report = plan.report() | stored_bytes(work, passes, rates, manifest) | seconds_of(phases, rates)
+    report = plan.report() | stored_bytes(prices, manifest) | seconds_of(phases, rates)
     report |= healing.report() if healing else {}
     remarks += [*chosen, *_not_counted(manifest, inputs), *unknown, *(tokens.read.left_out() if tokens else ())]
     further: dict[str, Any] = {} if inputs is None else {"engines": planned_lines(inputs)}
@@ -131,22 +127,14 @@ def planned_samples(manifest: Manifest) -> tuple[Manifest, list[str]]:
     return with_samples(manifest, entered.samples), [f"calibration.samples: auto: {entered.samples} are chosen"]
 
 
-def planned_work(
-    manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], dtype: torch.dtype, plan: Plan
-) -> LayerWork:
-    """Return the work (operations and bytes) of a layer, in a job with this plan."""
-    tokens, share = gradient_tokens(manifest, geometry, tasks), plan.expected_numbers / plan.dense_numbers
-    return layer_work(manifest, geometry, tasks, dtype.itemsize, tokens, share)
-
-
-def stored_bytes(work: LayerWork, passes: PlannedPasses, rates: Rates, manifest: Manifest) -> dict[str, int]:
+def stored_bytes(prices: Prices, manifest: Manifest) -> dict[str, int]:
     """Return the bytes between workers and those of commits, for the report."""
     every = manifest.resume.every
-    every = layers_per_commit(work, rates, passes) if every == "auto" else every
+    every = layers_per_commit(prices) if every == "auto" else every
     return {
-        "object_store_bytes": object_store_bytes(work, rates, passes),
+        "object_store_bytes": object_store_bytes(prices),
         "layers_per_commit": every,
-        "committed_bytes": committed_bytes(work, passes, every),
+        "committed_bytes": committed_bytes(prices, every),
     }
 
 
@@ -181,21 +169,7 @@ def uncounted_healing(manifest: Manifest) -> list[str]:
 
 def size_seconds(phases: Mapping[str, float], passes: PlannedPasses) -> float:
     """Return the seconds to compress a model to one more size, and to score it on held-out text."""
-    solving = sum(phases.get(name, 0.0) for name in ("solve", "round", "correct", "refine", "verify"))
-    return solving + scored_seconds(phases, passes)
-
-
-def scored_seconds(phases: Mapping[str, float], passes: PlannedPasses) -> float:
-    """Return the seconds to score one model on held-out text."""
-    return phases.get("held-out", 0.0) / passes.held_out_models
-
-
-def scoring_seconds(inputs: Inputs, tokens: torch.Tensor, rates: Rates, workers: int) -> float:
-    """Return the seconds of evaluation on these token ids (windows, window), with the start of its workers."""
-    perplexity = inputs.manifest.evaluation.perplexity
-    models = 1 + (perplexity is not None and perplexity.dense)
-    flops = models * tokens.numel() * scoring_flops(inputs.geometry, tokens.shape[-1])
-    return models * WORKERS_SECONDS + evaluate_seconds(flops, rates, workers)
+    return solving_seconds(phases) + phases["verify"] + scored_seconds(phases, passes)
 
 
 def _of_config(path: Path) -> tuple[dict[str, Any], Geometry, torch.dtype]:

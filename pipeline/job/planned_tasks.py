@@ -7,7 +7,8 @@ from contextlib import redirect_stdout
 
 from manifests.errors import InputError
 from manifests.evaluation import Evaluation
-from pipeline.cost_model.phases import WORKERS_SECONDS, evaluate_seconds
+from pipeline.cost_model.phases import evaluate_seconds
+from pipeline.cost_model.prices import WORKERS_SECONDS
 from pipeline.cost_model.rates import Rates
 from pipeline.cost_model.work import scoring_flops
 from pipeline.evaluation.streamed_tasks import count_tokens

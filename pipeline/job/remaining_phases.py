@@ -10,11 +10,11 @@ from manifests.records import LedgerKey
 from pipeline.console.eta import Eta, PlannedPhase
 from pipeline.cost_model.estimate import Plan
 from pipeline.cost_model.healing_work import healing_work
-from pipeline.cost_model.passes import gradient_tokens, planned_passes
-from pipeline.cost_model.phases import START_SECONDS, WORKERS_SECONDS, PlannedPasses, evaluate_seconds, phase_seconds
+from pipeline.cost_model.passes import PlannedPasses
+from pipeline.cost_model.phases import WALK, phase_seconds, scored_seconds, solving_seconds
+from pipeline.cost_model.prices import START_SECONDS, WORKERS_SECONDS, prices_of
 from pipeline.cost_model.rates import Rates
-from pipeline.cost_model.texts import texts_seconds
-from pipeline.cost_model.work import layer_work, scoring_flops
+from pipeline.cost_model.texts import evaluation_seconds, texts_seconds
 from pipeline.driver.job_spec import needs_both_models
 from pipeline.driver.ledger_keys import (
     HEALED,
@@ -38,28 +38,25 @@ from pipeline.methods.registry import layers_of
 from pipeline.ranks.calibration import OTHER_SIZES, blocks_of
 
 TRIED = 4  # a search for the smallest size within a loss tries about this many sizes
-WALK = ("statistics", "reduce", "solve", "round", "propagate")
 
 
 def job_eta(job: JobContext, rates: Rates) -> Eta:
     """Return the phases ahead of a job that begins or resumes. A search for a size is counted as `TRIED` sizes,
     each with its phases. For a sweep see `pipeline.sweeping.sweep_plan.sweep_eta`."""
     inputs, manifest = job.inputs, job.manifest
-    tokens = gradient_tokens(manifest, inputs.geometry, inputs.tasks)
-    work = layer_work(manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize, tokens)
-    passes = planned_passes(manifest, inputs.geometry, inputs.tasks)
-    alone = work.of_layers_alone(rounds=not manifest.measures_unrounded)
-    remaining = _Remaining(job, passes, *(phase_seconds(each, rates, passes) for each in (work, alone)))
+    prices = prices_of(manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize, rates, job.plan.kept)
+    alone = prices.of_layers_alone(rounds=not manifest.measures_unrounded)
+    remaining = _Remaining(job, prices.passes, *map(phase_seconds, (prices, alone)))
     planned = [PlannedPhase("start", START_SECONDS)]
     if job.tokens is not None and job.ledger.get(TEXTS) is None:
         evaluation = 0 if job.evaluation is None else job.evaluation.ids.numel()
-        seconds = texts_seconds(manifest, inputs.geometry, evaluation, work, rates, passes)
+        seconds = texts_seconds(manifest, inputs.geometry, evaluation, prices)
         planned.append(PlannedPhase("score texts", seconds))
     planned += [*remaining.single_phases(), *remaining.sizes()]
     if manifest.heal is not None and job.ledger.get(HEALED) is None:
         planned += [*healing_phases(job, inputs, job.plan, rates), *remaining.healed_scores()]
     planned.append(PlannedPhase("assemble", remaining.seconds["assemble"]))
-    return Eta([*planned, *_evaluations(job, rates, passes)], inputs.geometry.num_layers)
+    return Eta([*planned, *_evaluations(job, rates, prices.passes.workers)], inputs.geometry.num_layers)
 
 
 def healing_phases(job: JobContext, inputs: Inputs, plan: Plan, rates: Rates) -> list[PlannedPhase]:
@@ -70,8 +67,7 @@ def healing_phases(job: JobContext, inputs: Inputs, plan: Plan, rates: Rates) ->
     manifest, geometry = inputs.manifest, inputs.geometry
     assert manifest.heal is not None
     read = manifest.heal.model_copy(update={"tokens": healing_tokens(job).trained.numel()})
-    share = plan.expected_numbers / plan.dense_numbers
-    work = healing_work(manifest.model_copy(update={"heal": read}), geometry, share, inputs.dtype.itemsize)
+    work = healing_work(manifest.model_copy(update={"heal": read}), geometry, plan.kept, inputs.dtype.itemsize)
     assert work is not None, "the number of tokens is known"
     seconds = work.seconds(rates, manifest.workers.max)
     names = ("score teacher", "heal") if job.ledger.get(TEACHER) is None else ("heal",)
@@ -84,7 +80,7 @@ class _Remaining:
 
     Attributes:
         seconds: the plan's, for all layers.
-        alone: those of the first solve of `budget.measure_layers`, `LayerWork.of_layers_alone`.
+        alone: those of the first solve of `budget.measure_layers`, `Prices.of_layers_alone`.
     """
 
     job: JobContext
@@ -146,7 +142,7 @@ class _Remaining:
     @property
     def _held_out(self) -> float:
         """The seconds of one model on held-out text."""
-        return self.seconds.get("held-out", 0.0) / self.passes.held_out_models
+        return scored_seconds(self.seconds, self.passes)
 
     @property
     def _solving(self) -> tuple[str, float]:
@@ -154,14 +150,13 @@ class _Remaining:
         seconds = self.seconds
         if self.passes.compressed and self._has_moments:
             return "walk", sum(seconds.get(name, 0.0) for name in WALK)
-        if any(map(needs_both_models, self.job.inputs.tasks)):
-            return "correct", seconds["solve"] + seconds.get("correct", 0.0) + seconds.get("refine", 0.0)
-        return "compress", seconds["solve"] + seconds.get("round", 0.0)
+        walks = any(map(needs_both_models, self.job.inputs.tasks))
+        return "correct" if walks else "compress", solving_seconds(seconds)
 
     @property
     def _first_solve(self) -> tuple[str, float]:
         """The phase that solves layers to be measured alone, and its seconds."""
-        return "compress", self.alone["solve"] + self.alone.get("round", 0.0)
+        return "compress", solving_seconds(self.alone)
 
     @property
     def _last_solves(self) -> float:
@@ -187,15 +182,14 @@ def _keys(key_of: Callable[[int], LedgerKey[Any]], layers: Sequence[int]) -> lis
     return [key_of(layer) for layer in layers]
 
 
-def _evaluations(job: JobContext, rates: Rates, passes: PlannedPasses) -> list[PlannedPhase]:
+def _evaluations(job: JobContext, rates: Rates, workers: int) -> list[PlannedPhase]:
     """Return the evaluations of OUTPUT and of the dense model that are not entered."""
     if job.evaluation is None or job.manifest.evaluation.perplexity is None:
         return []
-    flops = job.evaluation.ids.numel() * scoring_flops(job.inputs.geometry, job.evaluation.ids.shape[-1])
     with_dense = job.manifest.evaluation.perplexity.dense
     has_dense = any(job.ledger.get(key) is not None for key in dense_score_key(job))
     each = [
         PlannedPhase("start", WORKERS_SECONDS),
-        PlannedPhase("evaluate", evaluate_seconds(flops, rates, passes.workers)),
+        PlannedPhase("evaluate", evaluation_seconds(job.inputs.geometry, job.evaluation.ids.shape, rates, workers)),
     ]
     return each * (1 + (with_dense and not has_dense))

@@ -11,10 +11,9 @@ from manifests.calibration import PARTS
 from manifests.entries import SamplesEntry
 from manifests.loading import dump_manifest
 from manifests.schema import Manifest
-from pipeline.cost_model.passes import gradient_tokens, planned_passes
 from pipeline.cost_model.phases import phase_seconds
+from pipeline.cost_model.prices import prices_of
 from pipeline.cost_model.rates import Rates, known_rates
-from pipeline.cost_model.work import layer_work
 from pipeline.driver.ledger_keys import HARDWARE, SAMPLES
 from pipeline.driver.scheduler import Scheduler, batch
 from pipeline.families.blocks import ONLY_BLOCKS, MLPBlock
@@ -80,10 +79,9 @@ def enough(counts: Sequence[int], errors: Sequence[float]) -> int:
 
 def planned_seconds(job: JobContext, manifest: Manifest, rates: Rates) -> float:
     """Return the planned seconds of the job with another manifest, without its evaluation."""
-    geometry, tasks = job.inputs.geometry, job.inputs.tasks
-    tokens = gradient_tokens(manifest, geometry, tasks)
-    work = layer_work(manifest, geometry, tasks, job.inputs.dtype.itemsize, tokens)
-    return sum(phase_seconds(work, rates, planned_passes(manifest, geometry, tasks)).values())
+    inputs = job.inputs
+    prices = prices_of(manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize, rates, job.plan.kept)
+    return sum(phase_seconds(prices).values())
 
 
 def _within(job: JobContext, counts: Sequence[int], chosen: int, limit_s: float, rates: Rates) -> int:

@@ -12,17 +12,15 @@ from pipeline.checkpoint.planned_size import bounded_plan, plan_of
 from pipeline.console.eta import Eta, PlannedPhase
 from pipeline.cost_model.estimate import Plan
 from pipeline.cost_model.healing_work import HealingWork, healing_work
-from pipeline.cost_model.passes import planned_passes
-from pipeline.cost_model.phases import PlannedPasses, evaluate_seconds, object_store_bytes, phase_seconds
+from pipeline.cost_model.phases import object_store_bytes, phase_seconds, scored_seconds, solving_seconds
+from pipeline.cost_model.prices import Prices, prices_of
 from pipeline.cost_model.rates import Rates
-from pipeline.cost_model.texts import texts_seconds
-from pipeline.cost_model.work import LayerWork, scoring_flops
+from pipeline.cost_model.texts import evaluation_seconds, texts_seconds
 from pipeline.inputs.calibration import EvaluationTokens, evaluation_tokens
 from pipeline.inputs.job_inputs import Inputs
 from pipeline.job.context import JobContext
 from pipeline.job.plan_report import (
     RateSource,
-    planned_work,
     rates_from,
     seconds_of,
     stored_bytes,
@@ -42,7 +40,7 @@ def sweep_report(sweep: Sweep, points: tuple[SweepPoint, ...], request: RateSour
     shared = shared_inputs(swept, sweep.output)
     rates = rates_from(request, shared.manifest, shared.geometry, shared.dtype)
     tokens = evaluation_tokens(shared)
-    whole, workers = _seconds(shared, tokens, rates), _work(shared)[1].workers
+    whole, workers = _seconds(shared, tokens, rates), _prices(shared, rates).passes.workers
     on_tasks, unknown = tasks_seconds(shared, shared.manifest.evaluation, rates, workers)
     of_tasks = on_tasks / 2  # of one model
     phases = {name: whole[name] for name in SHARED if name in whole}
@@ -82,11 +80,12 @@ def sweep_report(sweep: Sweep, points: tuple[SweepPoint, ...], request: RateSour
 
 def _stored_bytes(swept: Sequence[SweptPoint], shared: Inputs, rates: Rates) -> dict[str, int]:
     """Return `stored_bytes` of the pass over the text. The object store must also hold the joint solves of a series."""
-    stored = stored_bytes(*_work(shared), rates, shared.manifest)
+    stored = stored_bytes(_prices(shared, rates), shared.manifest)
     for series in series_of(swept):
-        work, passes = _work(series[0].inputs)
-        joint = replace(work, written_bytes=sum(_work(point.inputs)[0].written_bytes for point in series))
-        stored["object_store_bytes"] = max(stored["object_store_bytes"], object_store_bytes(joint, rates, passes))
+        first, *others = (_prices(point.inputs, rates) for point in series)
+        written = sum(each.work.written_bytes for each in (first, *others))
+        joint = replace(first, work=replace(first.work, written_bytes=written))
+        stored["object_store_bytes"] = max(stored["object_store_bytes"], object_store_bytes(joint))
     return stored
 
 
@@ -123,7 +122,7 @@ def _solving_phases(pending: Sequence[SweptPoint], job: JobContext, rates: Rates
         phase = "correct" if series[0].walks else "compress"
         yield PlannedPhase(phase, sum(seconds["solve"] for seconds in each), name)
         for point, seconds in zip(series, each, strict=True):
-            has_dense = point is not pending[0] or _work(point.inputs)[1].joined
+            has_dense = point is not pending[0] or _prices(point.inputs, rates).passes.joined
             yield from _scored_and_assembled(point, job, seconds, ("held-out-dense", "held-out")[has_dense:])
 
 
@@ -149,23 +148,24 @@ def run_dir_bytes(swept: Sequence[SweptPoint], plan: Plan) -> int:
 
 def _seconds(inputs: Inputs, evaluation: EvaluationTokens | None, rates: Rates) -> dict[str, float]:
     """Return phase -> seconds of a job with these inputs; `evaluate` and `held-out` are those of one model."""
-    work, passes = _work(inputs)
-    seconds = phase_seconds(work, rates, passes)
-    seconds["held-out"] = seconds.get("held-out", 0.0) / passes.held_out_models
-    seconds["solve"] += sum(seconds.pop(name, 0.0) for name in ("round", "correct", "refine"))
+    prices = _prices(inputs, rates)
+    seconds = phase_seconds(prices)
+    seconds["held-out"] = scored_seconds(seconds, prices.passes)
+    seconds["solve"] = solving_seconds(seconds)
     numel = 0 if evaluation is None else evaluation.ids.numel()
-    seconds["texts"] = texts_seconds(inputs.manifest, inputs.geometry, numel, work, rates, passes)
+    seconds["texts"] = texts_seconds(inputs.manifest, inputs.geometry, numel, prices)
     if evaluation is not None:
-        flops = evaluation.ids.numel() * scoring_flops(inputs.geometry, evaluation.ids.shape[-1])
-        seconds["evaluate"] = evaluate_seconds(flops, rates, passes.workers)
+        workers = prices.passes.workers
+        seconds["evaluate"] = evaluation_seconds(inputs.geometry, evaluation.ids.shape, rates, workers)
     return seconds
 
 
-def _work(inputs: Inputs) -> tuple[LayerWork, PlannedPasses]:
-    """Return the work of a layer, and the pass over the layers. A sweep does not solve layers during the pass."""
-    manifest, geometry, tasks = inputs.manifest, inputs.geometry, inputs.tasks
-    work = planned_work(manifest, geometry, tasks, inputs.dtype, _plan(inputs))
-    return work, replace(planned_passes(manifest, geometry, tasks), in_pass=False)
+@lru_cache(maxsize=256)  # as of its plan
+def _prices(inputs: Inputs, rates: Rates) -> Prices:
+    """Return the prices of a job with these inputs. A sweep does not solve layers during the pass."""
+    itemsize, kept = inputs.dtype.itemsize, _plan(inputs).kept
+    prices = prices_of(inputs.manifest, inputs.geometry, inputs.tasks, itemsize, rates, kept)
+    return replace(prices, passes=replace(prices.passes, in_pass=False))
 
 
 def _scoring(seconds: dict[str, float]) -> float:
@@ -176,9 +176,7 @@ def _scoring(seconds: dict[str, float]) -> float:
 @lru_cache(maxsize=256)
 def _healing(inputs: Inputs) -> HealingWork | None:
     """Return the work of healing a point; None if it is not healed, or of a text of unknown length."""
-    plan = _plan(inputs)
-    share = plan.expected_numbers / plan.dense_numbers
-    return healing_work(inputs.manifest, inputs.geometry, share, inputs.dtype.itemsize)
+    return healing_work(inputs.manifest, inputs.geometry, _plan(inputs).kept, inputs.dtype.itemsize)
 
 
 @lru_cache(maxsize=256)  # the plan of a point is needed in several places
@@ -190,7 +188,7 @@ def _row(point: SweptPoint, seconds: float) -> dict[str, Any]:
     plan = _plan(point.inputs)
     return {
         "point": point.point.label,
-        "numbers_kept": plan.expected_numbers / plan.dense_numbers,
+        "numbers_kept": plan.kept,
         "output_bytes": plan.output_bytes if point.point.save else 0,
         "seconds": seconds,
     }

@@ -13,7 +13,9 @@ from manifests.schema import Manifest
 from pipeline.console.amounts import duration
 from pipeline.cost_model.estimate import DRIVER_BYTES, Plan, make_plan, rank_remarks
 from pipeline.cost_model.memory import KEPT_BYTES, PROCESS_BYTES, moment_bytes, solve_bytes
-from pipeline.cost_model.phases import WORKERS_SECONDS, PlannedPasses, phase_seconds
+from pipeline.cost_model.passes import PlannedPasses
+from pipeline.cost_model.phases import phase_seconds
+from pipeline.cost_model.prices import WORKERS_SECONDS, Prices
 from pipeline.cost_model.rates import NOMINAL_CPU, rates_of
 from pipeline.cost_model.rounding_work import round_seconds
 from pipeline.cost_model.solve_work import eigen_flops, solve_flops, solve_work
@@ -186,7 +188,7 @@ def test_what_following_the_loss_takes() -> None:
     short = forward - 2 * 3 * 48 * 80
     assert two.correction_flops == 320 * (4 * forward + 4 * short + pairs)
     rates = rates_of("H200")
-    phases = phase_seconds(two, rates, PlannedPasses(6, 4, 2, importance=0, compressed=False))
+    phases = phase_seconds(Prices(two, rates, PlannedPasses(6, 4, 2, importance=0, compressed=False)))
     assert {"gradient", "curves", "correct", "held-out"} < set(phases)
     assert sum(two.pair_bytes) == 8 * sum(f * (f + 1) // 2 + f * 48 for f in (48, 64, 48, 80))
     assert two.pair_added_bytes > 40 * 320 / 32 * 48 * (48 + 64 + 48 + 80)
@@ -234,7 +236,7 @@ def test_what_rounding_takes() -> None:
     assert found["head"].fed_flops == passes * where.vocab * 64**2
     assert (found["embed"].flops, found["embed"].steps) == (0.0, 0)
     assert len(work.rounding) == 3 * where.num_layers + 2
-    seconds = phase_seconds(work, rates_of("H200"), PlannedPasses(6, 4, 1, importance=0, compressed=False))
+    seconds = phase_seconds(Prices(work, rates_of("H200"), PlannedPasses(6, 4, 1, importance=0, compressed=False)))
     assert seconds["round"] == pytest.approx(sum(round_seconds(each, rates_of("H200")) for each in work.rounding))
     (head,) = (with_moments(task, job, where.layers[task.layer]) for task in tasks if task.roles == ("head",))
     assert head.moments
@@ -262,7 +264,7 @@ def test_rounding_takes_a_fifth_of_a_large_solve_at_most(method: str) -> None:
     job = manifest({"method": method}, keep=0.8, calibration=calibration(propagate="dense"), quantize=rounded)
     tasks = [with_moments(task, job, where.layers[task.layer]) for task in claim_tasks(build_methods(job), where)]
     work = layer_work(job, where, tasks, 2)
-    seconds = phase_seconds(work, NOMINAL_CPU, PlannedPasses(6, 4, 1, importance=0, compressed=False))
+    seconds = phase_seconds(Prices(work, NOMINAL_CPU, PlannedPasses(6, 4, 1, importance=0, compressed=False)))
     assert 0.0 < seconds["round"] < 0.2 * seconds["solve"]
 
 

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from manifests.schema import Manifest
-from pipeline.cost_model.passes import planned_passes
-from pipeline.cost_model.phases import WORKERS_SECONDS, PlannedPasses
+from pipeline.cost_model.prices import WORKERS_SECONDS, Prices, prices_of
 from pipeline.cost_model.rates import NOMINAL_CPU
 from pipeline.cost_model.texts import amount_seconds, texts_seconds
-from pipeline.cost_model.work import LayerWork, layer_work
 from pipeline.methods.registry import build_methods, claim_tasks
 from tests.families.geometries import llama, manifest
 
@@ -29,17 +27,17 @@ def job_of(**calibration: Any) -> Manifest:
     return manifest(keep=0.8, calibration={**text, **calibration}, workers={"max": 2})
 
 
-def work_and_pass(job: Manifest) -> tuple[LayerWork, PlannedPasses]:
-    """Return a job's work, with layers that take no time to read and to build, and its passes."""
-    tasks = claim_tasks(build_methods(job), GEOMETRY)
-    work = layer_work(job, GEOMETRY, tasks, 2, 0)
-    return replace(work, built_bytes=0.0, weight_bytes=0), planned_passes(job, GEOMETRY, tasks)
+def prices_for(job: Manifest, *, importance: int = 0, **work: Any) -> Prices:
+    """Return a job's prices, with layers that take no time to read and to build."""
+    prices = prices_of(job, GEOMETRY, claim_tasks(build_methods(job), GEOMETRY), 2, RATES)
+    own = replace(prices.work, **{"built_bytes": 0.0, "weight_bytes": 0, **work})
+    return replace(prices, work=own, passes=replace(prices.passes, importance=importance))
 
 
 def seconds(job: Manifest, evaluation: int = 0, **changes: Any) -> float:
-    work, passes = work_and_pass(job)
     own = {name: changes.pop(name) for name in ("built_bytes", "weight_bytes") if name in changes}
-    return texts_seconds(job, GEOMETRY, evaluation, replace(work, **own), RATES, replace(passes, **changes))
+    prices = prices_for(job, **own)
+    return texts_seconds(job, GEOMETRY, evaluation, replace(prices, passes=replace(prices.passes, **changes)))
 
 
 def flops(windows: int, length: int) -> float:
@@ -87,21 +85,20 @@ def test_reading_goes_on_beside_the_products() -> None:
 
 
 def test_held_out_text_may_pass_the_model_with_both_texts() -> None:
-    work, passes = work_and_pass(job_of())
-    work = replace(work, held_out_flops=(5000.0, 7.0))
+    prices = prices_for(job_of(), held_out_flops=(5000.0, 7.0))
     with_it, without = (
-        texts_seconds(job_of(), GEOMETRY, 0, work, RATES, replace(passes, joined=joined)) for joined in (True, False)
+        texts_seconds(job_of(), GEOMETRY, 0, replace(prices, passes=replace(prices.passes, joined=joined)))
+        for joined in (True, False)
     )
     assert with_it - without == pytest.approx(6 * 5000.0 / 1000.0)
 
 
 def test_a_job_without_statistics_reads_no_text() -> None:
     job = job_of()
-    work, passes = work_and_pass(job)
-    idle = replace(work, moment_flops=0.0, sample_bytes=0)
-    assert texts_seconds(job, GEOMETRY, 100, idle, RATES, passes) == 0.0
-    assert texts_seconds(job, GEOMETRY, 100, idle, RATES, replace(passes, importance=2)) > 0.0
-    assert texts_seconds(manifest(keep=0.8), GEOMETRY, 100, work, RATES, passes) == 0.0
+    idle = {"moment_flops": 0.0, "sample_bytes": 0}
+    assert texts_seconds(job, GEOMETRY, 100, prices_for(job, **idle)) == 0.0
+    assert texts_seconds(job, GEOMETRY, 100, prices_for(job, importance=2, **idle)) > 0.0
+    assert texts_seconds(manifest(keep=0.8), GEOMETRY, 100, prices_for(job)) == 0.0
 
 
 def test_the_amount_of_text_is_chosen_at_the_widest_point_of_the_first_layer() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from manifests.errors import StorageError
-from pipeline.cost_model.phases import WORKERS_SECONDS
+from pipeline.cost_model.prices import WORKERS_SECONDS
 from stores.disk import Disk
 from tests.end_to_end.children import Child, Hook
 from tests.end_to_end.jobs import Job, command, file_digests

@@ -13,7 +13,9 @@ import torch
 
 from manifests.schema import Manifest
 from pipeline.cost_model.commits import REPEATED_SECONDS, committed_bytes, committing_seconds, layers_per_commit
-from pipeline.cost_model.phases import PlannedPasses, phase_seconds
+from pipeline.cost_model.passes import PlannedPasses
+from pipeline.cost_model.phases import phase_seconds
+from pipeline.cost_model.prices import Prices
 from pipeline.cost_model.rates import Rates, rates_of
 from pipeline.cost_model.work import LayerWork, layer_work
 from pipeline.driver.ledger_keys import SCHEDULE
@@ -47,11 +49,11 @@ def test_the_fewest_layers_whose_commits_cost_little(propagate: str, workers: in
     """Commits take 5 % of a pass or less, and would not with one layer less; unless too much would be lost."""
     work, fast, passes = work_of(propagate=propagate), rates_of("H200"), planned(propagate, workers)
     rates = replace(fast, products=fast.products / slower, double=fast.double / slower, memory=fast.memory / slower)
-    every = layers_per_commit(work, rates, passes)
-    phases = phase_seconds(work, rates, passes)
+    prices = Prices(work, rates, passes)
+    every, phases = layers_per_commit(prices), phase_seconds(prices)
     names = ("statistics", "reduce", "solve", "propagate") if propagate == "compressed" else ("statistics", "reduce")
     layer_s = sum(phases[name] for name in names) / LAYERS
-    share = committing_seconds(work, rates, passes) / layer_s
+    share = committing_seconds(prices) / layer_s
     assert share > work.hidden_bytes / passes.nodes(rates) / rates.disk / layer_s
     assert 1 <= every <= LAYERS
     assert every == 1 or every * layer_s <= REPEATED_SECONDS
@@ -61,13 +63,16 @@ def test_the_fewest_layers_whose_commits_cost_little(propagate: str, workers: in
 
 def test_the_quickest_pass_decides() -> None:
     """Importance alone takes a forward pass a layer, and writes as much as the walk, or both for some of the shards."""
-    work, rates = work_of(propagate="compressed"), rates_of("H200")
-    alone, both = (layers_per_commit(work, rates, planned("compressed", 1, importance)) for importance in (0, 256))
+    work = work_of(propagate="compressed")
+    none, some, all_ = (
+        Prices(work, rates_of("H200"), planned("compressed", 1, importance)) for importance in (0, 64, 256)
+    )
+    alone, both = layers_per_commit(none), layers_per_commit(all_)
     assert 1 < alone < both < LAYERS
-    assert layers_per_commit(work, rates, planned("compressed", 1, 64)) == pytest.approx(both, abs=1)
-    assert committed_bytes(work, planned("compressed", 1), 8) == 9 * work.hidden_bytes  # before layers 8, 16, … 72
-    assert committed_bytes(work, planned("compressed", 1, importance=64), 8) == 9 * work.hidden_bytes * 5 // 4
-    assert committed_bytes(work, planned("compressed", 1, importance=64), 80) == 0
+    assert layers_per_commit(some) == pytest.approx(both, abs=1)
+    assert committed_bytes(none, 8) == 9 * work.hidden_bytes  # before layers 8, 16, … 72
+    assert committed_bytes(some, 8) == 9 * work.hidden_bytes * 5 // 4
+    assert committed_bytes(some, 80) == 0
 
 
 def job_of(ledger: Ledger, every: int | str, said: list[str], **fields: Any) -> Any:
@@ -76,7 +81,8 @@ def job_of(ledger: Ledger, every: int | str, said: list[str], **fields: Any) -> 
     tasks = claim_tasks(build_methods(asked), geometry)
     inputs = SimpleNamespace(manifest=asked, geometry=geometry, tasks=tasks, dtype=torch.bfloat16)
     observer = SimpleNamespace(say=lambda line, level=logging.INFO: said.append(line))
-    return SimpleNamespace(manifest=asked, inputs=inputs, ledger=ledger, observer=observer)
+    plan = SimpleNamespace(kept=0.8)
+    return SimpleNamespace(manifest=asked, inputs=inputs, ledger=ledger, observer=observer, plan=plan)
 
 
 def test_a_run_directory_keeps_what_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

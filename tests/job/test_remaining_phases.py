@@ -27,10 +27,10 @@ from manifests.entries import (
 from manifests.records import ArrayRecord, SourceFile, StagedRecord
 from manifests.schema import Manifest
 from pipeline.console.eta import PlannedPhase
-from pipeline.cost_model.passes import gradient_tokens, planned_passes
-from pipeline.cost_model.phases import START_SECONDS, WORKERS_SECONDS, evaluate_seconds, phase_seconds
+from pipeline.cost_model.phases import evaluate_seconds, phase_seconds
+from pipeline.cost_model.prices import START_SECONDS, WORKERS_SECONDS, prices_of
 from pipeline.cost_model.rates import NOMINAL_CPU
-from pipeline.cost_model.work import layer_work, scoring_flops
+from pipeline.cost_model.work import scoring_flops
 from pipeline.driver.ledger_keys import (
     HEALED,
     HELD_OUT,
@@ -93,16 +93,14 @@ def job_of(
     return SimpleNamespace(
         inputs=inputs, manifest=manifest, points=(), tokens=ids, held_out=ids if held_out else None,
         evaluation=EvaluationTokens(ids) if evaluated else None, ledger=Ledger(Memory()), healing_text=None, prefix=(),
-        plan=SimpleNamespace(expected_numbers=8, dense_numbers=10),
+        plan=SimpleNamespace(kept=0.8),
         source_files={"model.safetensors": SourceFile(size=1, sha256=SHA)},
     )  # fmt: skip
 
 
 def plan_of(job: Any) -> dict[str, float]:
     """Return the plan's seconds by phase."""
-    manifest, geometry, tasks = job.manifest, job.inputs.geometry, job.inputs.tasks
-    work = layer_work(manifest, geometry, tasks, 2, gradient_tokens(manifest, geometry, tasks))
-    return phase_seconds(work, NOMINAL_CPU, planned_passes(manifest, geometry, tasks))
+    return phase_seconds(prices_of(job.manifest, job.inputs.geometry, job.inputs.tasks, 2, NOMINAL_CPU, keep=0.8))
 
 
 def ahead(job: Any) -> list[PlannedPhase]:

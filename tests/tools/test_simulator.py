@@ -8,19 +8,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.cost_model.passes import planned_passes
-from pipeline.cost_model.phases import (
-    START_SECONDS,
-    PlannedPasses,
-    add_seconds,
-    collect_seconds,
-    held_out_seconds,
-    object_store_bytes,
-    pair_seconds,
-    phase_seconds,
-    solve_seconds,
-)
+from pipeline.cost_model.passes import PlannedPasses
+from pipeline.cost_model.phases import object_store_bytes, pair_seconds, phase_seconds
+from pipeline.cost_model.prices import START_SECONDS, Prices
 from pipeline.cost_model.rates import Rates, rates_of
+from pipeline.cost_model.solve_work import solve_seconds
 from pipeline.cost_model.work import LayerWork, layer_work
 from pipeline.driver.job_spec import Job
 from pipeline.methods.method import Moment
@@ -37,7 +29,7 @@ from tests.driver.simulation import (
     make_tasks,
 )
 from tests.families.geometries import llama, manifest
-from tools.simulate import geometry, manifest_of, work_of
+from tools.simulate import geometry, manifest_of, prices_for
 from tools.simulate import job_of as spec_of
 from tools.simulator.clock import Clock, Course, Transfer
 from tools.simulator.pool import ClockPool, Failure, Worker
@@ -97,7 +89,7 @@ def loss_job(passes: PlannedPasses, work: LayerWork) -> Job:
 def simulated(
     passes: PlannedPasses, work: LayerWork = WORK, rates: Rates = RATES, failures: Sequence[Failure] = ()
 ) -> Simulated:
-    return simulate(job_of(passes), work, rates, passes, failures)
+    return simulate(job_of(passes), Prices(work, rates, passes), failures)
 
 
 def run_out(clock: Clock) -> None:
@@ -190,7 +182,8 @@ def test_a_dense_job_by_hand() -> None:
     """Of each layer, what the next one does not hide: of giving away (200 / 50), adding (200 * 3 / 2 / 50) and storing
     (0.2) the last one's. They are added by the thread that still stores those before."""
     passes = PlannedPasses(layers=2, shards=4, workers=2, importance=0, compressed=False)
-    assert (collect_seconds(WORK, RATES), add_seconds(WORK, RATES, passes)) == pytest.approx((4.0, 6.0))
+    prices = Prices(WORK, RATES, passes)
+    assert (prices.collect_seconds(200), prices.add_seconds(200)) == pytest.approx((4.0, 6.0))
     found = simulated(passes)
     # Reads a layer (0.1), statistics at (8 + 4) / 2; gives away, adds and stores the last; then solves 4 + 1 a layer,
     # for each of which it reads 200 bytes of moments at half the disk's rate; writes.
@@ -221,7 +214,7 @@ def test_slices_of_experts_take_as_long_as_the_whole_layer(propagate: str) -> No
     """Two of three layers have three parts, for which workers read the layer once."""
     passes = PlannedPasses(3, 4, 2, 4 * (propagate == "compressed"), propagate == "compressed", held_out_shards=4)
     work = replace(WORK, held_out_flops=(100.0, 80.0))
-    found = simulate(make_experts_job(propagate=propagate, shards=4, every=3), work, RATES, passes)
+    found = simulate(make_experts_job(propagate=propagate, shards=4, every=3), Prices(work, RATES, passes))
     whole = simulated(passes, work)
     assert found.busy["statistics"] == pytest.approx(whole.busy["statistics"])
     assert found.busy["held-out"] == pytest.approx(whole.busy["held-out"]) == pytest.approx(3 * (1.0 + 0.8) * 2)
@@ -254,9 +247,9 @@ def test_a_layer_is_not_begun_before_one_of_those_before_it_is_stored() -> None:
 def test_sums_cross_the_link_on_each_node_and_the_network_once() -> None:
     """Four workers on two nodes, 200 bytes: 3/2 of a sum in and out on a node, 3/4 across, half of one comes over."""
     passes = PlannedPasses(layers=2, shards=4, workers=4, importance=0, compressed=False)
-    assert add_seconds(WORK, RATES, passes) == pytest.approx(200 * (3 / 2 + 3 / 4) / 50 + 100 / 20)
+    assert Prices(WORK, RATES, passes).add_seconds(200) == pytest.approx(200 * (3 / 2 + 3 / 4) / 50 + 100 / 20)
     on_cpu = replace(RATES, memory=50)
-    assert add_seconds(WORK, on_cpu, passes) == pytest.approx(200 * 3 * (1 / 2 + 1 / 4) / 50 + 100 / 20)
+    assert Prices(WORK, on_cpu, passes).add_seconds(200) == pytest.approx(200 * 3 * (1 / 2 + 1 / 4) / 50 + 100 / 20)
 
 
 def test_a_compressed_job_waits_for_each_layer() -> None:
@@ -266,6 +259,16 @@ def test_a_compressed_job_waits_for_each_layer() -> None:
     # propagating beside writing.
     layer = 8 / 2 + 8 / 2 + 4 + 6 + (4 + 2) + 6 / 2
     assert found.seconds == pytest.approx(START_SECONDS + 2 * 0.1 + 0.1 + 2 * layer - 6 / 2 + 2 * 0.08, abs=0.2)
+
+
+def test_commits_are_counted_where_a_unit_stores_hidden_states() -> None:
+    """A worker has two of four shards: two seconds behind the first layer, whatever the plan spreads over all."""
+    passes = PlannedPasses(layers=2, shards=4, workers=2, importance=4, compressed=True)
+    prices = Prices(replace(WORK, hidden_bytes=4), replace(RATES, commit_s=1.0), passes)
+    never, each = (simulate(job_of(passes, every=every), prices) for every in (2, 1))
+    spread = simulate(job_of(passes, every=1), replace(prices, passes=replace(passes, every=1)))
+    assert spread.seconds == each.seconds
+    assert each.seconds - never.seconds == pytest.approx(2 * 2.0, abs=0.01)  # importance, and the walk
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -298,43 +301,40 @@ def test_the_closed_form_of_small_jobs() -> None:
         PlannedPasses(9, 4, 2, 2, True),
     ):
         found = simulated(passes)
-        assert sum(phase_seconds(WORK, RATES, passes).values()) == pytest.approx(found.seconds, rel=0.06)
+        assert sum(phase_seconds(Prices(WORK, RATES, passes)).values()) == pytest.approx(found.seconds, rel=0.06)
 
 
-def predicted(workers: int, propagate: str = "dense", layers: int = 8, **entry: Any) -> tuple[Simulated, Settings]:
-    """Return the simulated job of a 70B model of fewer layers on H200, and its plan's phases."""
-    rates, shape = rates_of("H200"), geometry("70B")
+def predicted(workers: int, propagate: str = "dense", layers: int = 8, **entry: Any) -> tuple[Simulated, Prices]:
+    """Return the simulated job of a 70B model of fewer layers on H200, and its prices."""
+    shape = geometry("70B")
     shape = replace(shape, layers=shape.layers[:layers])
     job = manifest_of(propagate, None, **entry)
-    passes = planned_passes(job, shape, claim_tasks(build_methods(job), shape))
+    prices = prices_for(job, shape, rates_of("H200"))
     few = {"shards": 32, "importance": 16 * (propagate == "compressed"), "gradient_shards": 32, "held_out_shards": 26}
-    passes = replace(passes, workers=workers, cached=bool(entry), offload=False, **few)
+    prices = replace(prices, passes=replace(prices.passes, workers=workers, cached=bool(entry), offload=False, **few))
     spec = replace(spec_of(job, shape, layers), shards=32, importance_shards=tuple(range(16)))
     spec = replace(spec, gradient_shards=tuple(range(32)) if spec.gradient_shards else ())
-    work = work_of("70B", propagate, **entry)
-    found = simulate(spec, work, rates, passes)
-    return found, {"work": work, "rates": rates, "passes": passes, "phases": phase_seconds(work, rates, passes)}
+    return simulate(spec, prices), prices
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("propagate", "workers"), [("dense", 1), ("dense", 8), ("compressed", 1), ("compressed", 8)])
 def test_the_plan_agrees_with_the_simulator_at_70b(propagate: str, workers: int) -> None:
-    found, plan = predicted(workers, propagate)
-    assert sum(plan["phases"].values()) == pytest.approx(found.seconds, rel=0.25)
+    found, prices = predicted(workers, propagate)
+    assert sum(phase_seconds(prices).values()) == pytest.approx(found.seconds, rel=0.25)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("correct", "workers"), [("none", 1), ("none", 8), ("none", 16), ("output", 8)])
 def test_the_plan_agrees_where_ranks_follow_the_loss(correct: str, workers: int) -> None:
-    found, plan = predicted(workers, method="loss_aware", correct=correct)
-    work, rates, passes = plan["work"], plan["rates"], plan["passes"]
-    assert sum(plan["phases"].values()) == pytest.approx(found.seconds, rel=0.25)
-    curves = 8 * sum(solve_seconds(curve, rates) for curve in work.curves)
+    found, prices = predicted(workers, method="loss_aware", correct=correct)
+    assert sum(phase_seconds(prices).values()) == pytest.approx(found.seconds, rel=0.25)
+    curves = 8 * sum(solve_seconds(curve, prices.rates) for curve in prices.work.curves)
     if workers <= 8:
         assert found.busy["curves"] == pytest.approx(curves)
     else:  # two workers share a layer's curve, and some of its work is done by both
         assert curves < found.busy["curves"] < 1.2 * curves
-    scored = sum(held_out_seconds(flops, work, rates, passes) for flops in work.held_out_flops)
+    scored = sum(map(prices.held_out_seconds, prices.work.held_out_flops))
     assert found.busy["held-out"] == pytest.approx(8 * scored)
     assert (found.busy["correct"] > 0) == (correct == "output")
 
@@ -343,8 +343,8 @@ def test_the_plan_agrees_where_ranks_follow_the_loss(correct: str, workers: int)
 @pytest.mark.parametrize("inputs", ["compressed", "dense", "mixed"])
 @pytest.mark.parametrize("workers", [1, 8])
 def test_the_plan_agrees_where_layers_are_refined(workers: int, inputs: str) -> None:
-    found, plan = predicted(workers, method="loss_aware", refine={"inputs": inputs})
-    assert sum(plan["phases"].values()) == pytest.approx(found.seconds, rel=0.25)
+    found, prices = predicted(workers, method="loss_aware", refine={"inputs": inputs})
+    assert sum(phase_seconds(prices).values()) == pytest.approx(found.seconds, rel=0.25)
 
 
 def test_workers_without_a_layer_share_its_long_curve() -> None:
@@ -354,14 +354,14 @@ def test_workers_without_a_layer_share_its_long_curve() -> None:
     seconds = {}
     for workers in (2, 8):
         passes = PlannedPasses(layers=2, shards=1, workers=workers, importance=0, compressed=False, cached=True)
-        seconds[workers] = simulate(loss_job(passes, work), work, RATES, passes).phases["curves"]
+        seconds[workers] = simulate(loss_job(passes, work), Prices(work, RATES, passes)).phases["curves"]
     reading = 200 / 50
     assert seconds == pytest.approx({2: reading + 14.0, 8: reading + 2.0 + reading + 3.0})
 
 
 def test_the_work_of_a_70b_layer() -> None:
     """N² moments of the MLP dominate: 3.3 GB in one triangle, 8.8e14 operations for its products."""
-    work = work_of("70B", "dense")
+    work = prices_for(manifest_of("dense"), geometry("70B"), RATES).work
     assert work.weight_bytes == 2 * 855_654_400
     assert work.moment_bytes == pytest.approx(4 * 28672**2, rel=0.01)
     assert work.moment_flops == pytest.approx(2**20 * 28672**2, rel=0.03)
@@ -378,7 +378,7 @@ def test_what_workers_pass_on_by_hand() -> None:
     def held(workers: int, compressed: bool, in_pass: bool = False, **changes: Any) -> int:
         passes = PlannedPasses(8, shards=8, workers=workers, importance=0, compressed=compressed, gradient_shards=3)
         passes = replace(passes, in_pass=in_pass)
-        return object_store_bytes(replace(WORK, **changes), RATES, passes)
+        return object_store_bytes(Prices(replace(WORK, **changes), RATES, passes))
 
     assert [held(1, True), held(2, True)] == [200, (2 + 1) * 200]
     assert [held(1, False), held(2, False)] == [2 * 200, 2 * (2 + 1) * 200]
@@ -392,7 +392,8 @@ def test_what_workers_pass_on_by_hand() -> None:
     assert held(2, False, pair_bytes=(30, 900)) == 3 * 900
     assert held(2, False, written_bytes=800) == 6 * 800
     assert held(2, True, written_bytes=800) == 800
-    work = work_of("70B", "dense", method="loss_aware", correct="output")
+    corrected = manifest_of("dense", method="loss_aware", correct="output")
+    work = prices_for(corrected, geometry("70B"), RATES).work
     assert max(work.pair_bytes) == 8 * 8192 * 28672 + 4 * 28672 * 28673
     assert sum(work.pair_bytes) - max(work.pair_bytes) == 3 * (8 * 8192 * 8192 + 4 * 8192 * 8193)
     assert work.sample_bytes == 28672 * 8 * 8192 * 4
@@ -403,12 +404,14 @@ def test_a_pass_waits_for_samples_and_for_the_inputs_of_gradient_samples() -> No
     passes = PlannedPasses(layers=3, shards=4, workers=2, importance=0, compressed=False, gradient_shards=4)
     rates = replace(RATES, link=1e9, network=1e9)
     more = replace(WORK, sample_bytes=2000, gradient_input_bytes=1000)
-    plan = [phase_seconds(replace(work, gradient_flops=1.0), rates, passes)["statistics"] for work in (WORK, more)]
+    plan = [
+        phase_seconds(Prices(replace(work, gradient_flops=1.0), rates, passes))["statistics"] for work in (WORK, more)
+    ]
     assert plan[1] - plan[0] == pytest.approx(3 * (2.0 + 0.5))
     job = job_of(passes)
     sampled = tuple(replace(task, moments=(*task.moments, Moment("mlp.in", kind="sample"))) for task in job.tasks)
     clock = [
-        simulate(replace(job, tasks=tasks), work, rates, passes).phases["statistics"]
+        simulate(replace(job, tasks=tasks), Prices(work, rates, passes)).phases["statistics"]
         for tasks, work in ((job.tasks, WORK), (sampled, replace(WORK, sample_bytes=2000)))
     ]
     assert clock[1] - clock[0] == pytest.approx(3 * 2.0, abs=0.7)  # the disk stores moments, too
@@ -419,13 +422,14 @@ def test_pairs_leave_each_worker_once() -> None:
     passes = PlannedPasses(layers=3, shards=4, workers=2, importance=0, compressed=False, cached=True)
     work = replace(WORK, correction_flops=500.0, grid_flops=0.0)
     pairs = replace(work, pair_bytes=(30, 70), pair_added_bytes=200.0)
-    between = pair_seconds(pairs, RATES, passes)
-    assert between == pytest.approx(2.0 + add_seconds(replace(work, moment_bytes=100), RATES, passes) + 2.0)
-    plan = [phase_seconds(each, RATES, passes)["correct"] for each in (work, pairs)]
+    prices = Prices(pairs, RATES, passes)
+    between = pair_seconds(prices)
+    assert between == pytest.approx(2.0 + prices.add_seconds(100) + 2.0)
+    plan = [phase_seconds(each)["correct"] for each in (replace(prices, work=work), prices)]
     assert plan[1] - plan[0] == pytest.approx(3 * (200 / RATES.memory / 2 + between))
     job = make_corrected_job(range(3), ["second"], shards=4, every=3)
     clock = [
-        simulate(job, replace(each, pair_bytes=size), RATES, passes)
+        simulate(job, Prices(replace(each, pair_bytes=size), RATES, passes))
         for each, size in ((work, (0, 0)), (pairs, (30, 70)))
     ]
     assert clock[1].phases["correct"] - clock[0].phases["correct"] == pytest.approx(

@@ -26,14 +26,8 @@ import torch
 
 from deploy.quickstart.text import story_text
 from manifests.loading import parse_manifest
-from pipeline.cost_model.phases import (
-    PlannedPasses,
-    collect_seconds,
-    forward_seconds,
-    grid_seconds,
-    importance_seconds,
-    statistics_seconds,
-)
+from pipeline.cost_model.passes import PlannedPasses
+from pipeline.cost_model.prices import Prices
 from pipeline.cost_model.rates import Rates, rates_of
 from pipeline.cost_model.solve_work import solve_seconds
 from pipeline.cost_model.work import LayerWork, layer_work
@@ -92,15 +86,15 @@ def planned(work: LayerWork, rates: Rates, propagate: str) -> dict[str, float]:
     """Return the plan's seconds of a layer by kind, for 256 samples on one worker."""
     compressed = propagate == "compressed"
     importance = len(importance_shards(SHARDS, SHARDS, LENGTH)) if compressed else 0
-    passes = PlannedPasses(LAYERS, SHARDS, 1, importance, compressed)
-    seconds = {"importance": importance_seconds(work, rates, passes)} if compressed else {}
+    prices = Prices(work, rates, PlannedPasses(LAYERS, SHARDS, 1, importance, compressed))
+    seconds = {"importance": prices.importance_seconds()} if compressed else {}
     seconds |= {
-        "grids": grid_seconds(work, rates),
-        "statistics": statistics_seconds(work, rates, passes),
-        "sums leave the device": collect_seconds(work, rates),
+        "grids": prices.grid_seconds(),
+        "statistics": prices.statistics_seconds(),
+        "sums leave the device": prices.collect_seconds(work.moment_bytes),
         "solve": sum(solve_seconds(solve, rates) for solve in work.solves),
     }
-    return seconds | ({"propagate": forward_seconds(work, rates, passes, packed=True)} if compressed else {})
+    return seconds | ({"propagate": prices.forward_seconds(packed=True)} if compressed else {})
 
 
 def measure(manifest: Mapping[str, Any], samples: int) -> dict[str, float]:

@@ -24,9 +24,9 @@ from typing import Any
 from deploy.quickstart.text import story_text
 from manifests.loading import parse_manifest
 from pipeline.cost_model.commits import layers_per_commit
-from pipeline.cost_model.passes import gradient_tokens, planned_passes
+from pipeline.cost_model.phases import SOLVING, WALK
+from pipeline.cost_model.prices import prices_of
 from pipeline.cost_model.rates import Rates
-from pipeline.cost_model.work import layer_work
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.registry import build_methods, claim_tasks
 from tools.benchmarks.floor import floor_of
@@ -46,8 +46,8 @@ PHASES = {  # of the job -> of the plan
     "statistics": ("statistics", "reduce"),
     "gradient": ("gradient",),
     "curves": ("curves",),
-    "compress": ("solve",),
-    "walk": ("statistics", "reduce", "solve", "propagate"),
+    "compress": SOLVING,
+    "walk": WALK,
     "score": ("compare", "verify", "held-out"),
     "assemble": ("assemble",),
 }
@@ -90,10 +90,8 @@ def compared(folder: Path, job: str, workers: int, samples: int) -> list[list[ob
     geometry = geometry_of(standard_config(json.loads((folder.parent / "model/config.json").read_text())))
     tasks = claim_tasks(build_methods(manifest), geometry)
     share = plan["expected_numbers"] / plan["dense_numbers"]
-    work = layer_work(manifest, geometry, tasks, ITEMSIZE, gradient_tokens(manifest, geometry, tasks), share)
-    passes = planned_passes(manifest, geometry, tasks)
-    rates = Rates(**plan["rates"])
-    clock = simulate(job_of(manifest, geometry, layers_per_commit(work, rates, passes)), work, rates, passes)
+    prices = prices_of(manifest, geometry, tasks, ITEMSIZE, Rates(**plan["rates"]), share)
+    clock = simulate(job_of(manifest, geometry, layers_per_commit(prices)), prices)
     floors = floor_of(manifest, geometry, workers, folder.parent) if JOBS[job][1] == "flat_llm" else {}
     seconds = run_manifest(document, folder)["seconds"]
     units = ", ".join(f"{kind} {count} × {spent / count:.3f}" for kind, (count, spent, _) in seconds["units"].items())

@@ -12,27 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from manifests.records import ArrayRecord, Curve, FormSpec, GradientRecord, RefinedFigures, StagedRecord
-from pipeline.cost_model.phases import (
-    PlannedPasses,
-    compare_seconds,
-    correction_seconds,
-    forward_seconds,
-    gradient_grid_seconds,
-    gradient_seconds,
-    grid_seconds,
-    held_out_seconds,
-    moment_wait_seconds,
-    pass_on_seconds,
-    read_seconds,
-    statistics_seconds,
-    store_seconds,
-)
+from pipeline.cost_model.passes import PlannedPasses
+from pipeline.cost_model.prices import Prices
 from pipeline.cost_model.rates import Rates
 from pipeline.cost_model.solve_work import solve_seconds
 from pipeline.cost_model.work import BACK, LayerWork
 from pipeline.driver.job_spec import Job
 from pipeline.methods.method import Moment, Task
-from pipeline.methods.registry import layer_gradients, layer_moments
 from pipeline.methods.work import Work
 from pipeline.units.curves import BeginCurve, CurvePieces, Predict
 from pipeline.units.reads import ReadDone, ReadLayer
@@ -93,11 +79,24 @@ class Estimates:
 
     clock: Clock
     job: Job
-    work: LayerWork
-    rates: Rates
-    passes: PlannedPasses
+    prices: Prices
     busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     reads: dict[tuple[str, int, int], Transfer] = field(default_factory=dict)
+
+    @property
+    def work(self) -> LayerWork:
+        """The work of a layer."""
+        return self.prices.work
+
+    @property
+    def rates(self) -> Rates:
+        """The rates of a worker."""
+        return self.prices.rates
+
+    @property
+    def passes(self) -> PlannedPasses:
+        """The passes of the job."""
+        return self.prices.passes
 
     def __call__(self, unit: Unit, worker: Worker) -> Course[Any]:
         """Return the course of a unit on a worker. Raises AttributeError for units that no simulated job has."""
@@ -111,14 +110,14 @@ class Estimates:
     # -- passes of shards --------------------------------------------------------------------------------------------
 
     def _forward(self, unit: Forward, worker: Worker) -> Course[ShardDone]:
-        work, rates, passes, shards = self.work, self.rates, self.passes, self.job.shards
+        work, prices, shards = self.work, self.prices, self.job.shards
         if unit.staged is not None or (unit.lineage == "compressed" and not unit.moments):
-            kind, seconds = "propagate", forward_seconds(work, rates, passes, packed=unit.staged is not None)
+            kind, seconds = "propagate", prices.forward_seconds(packed=unit.staged is not None)
         elif unit.moments:
-            kind, seconds = "statistics", statistics_seconds(work, rates, passes)
+            kind, seconds = "statistics", prices.statistics_seconds()
         else:
-            cosines = unit.cosine * work.cosine_bytes / rates.memory / max(1, len(self.job.importance_shards))
-            kind, seconds = "importance", forward_seconds(work, rates, passes) + cosines * shards
+            cosines = unit.cosine * prices.cosine_seconds / max(1, len(self.job.importance_shards))
+            kind, seconds = "importance", prices.forward_seconds() + cosines * shards
         inputs = unit.keep_inputs * work.gradient_input_bytes / max(1, len(self.job.gradient_shards))
         stored = unit.store * work.hidden_bytes / shards + inputs
         parts = len(self.job.parts(unit.layer, (), unit.staged))
@@ -135,7 +134,7 @@ class Estimates:
         """
         if self.work.correction_flops and not unit.targets:
             steps = 1 + len(self._corrected_steps(unit.layer))
-            kind, seconds = "correct", correction_seconds(self.work, self.rates) / steps
+            kind, seconds = "correct", self.prices.correction_seconds() / steps
         else:
             refinement = self.work.refinement
             kind, seconds = "refine", refinement.passes / self.rates.products / (1 if refinement.independent else 2)
@@ -143,7 +142,7 @@ class Estimates:
         return (yield from self._pass(unit, worker, kind, seconds / self.job.shards, stored))
 
     def _backward(self, unit: Backward, worker: Worker) -> Course[ShardDone]:
-        seconds = gradient_seconds(self.work, self.rates) / len(self.job.gradient_shards)
+        seconds = self.prices.gradient_seconds() / len(self.job.gradient_shards)
         stored = unit.store * self.work.gradient_input_bytes / len(self.job.gradient_shards)
         parts = len(self.job.parts(unit.layer, ())) * (BACK if unit.forth else 1)
         return (yield from self._pass(unit, worker, "gradient", seconds / parts, stored))
@@ -175,20 +174,19 @@ class Estimates:
         at = [layer for layer in (worker.hidden.get(_shard(unit)), unit.base) if layer is not None]
         if isinstance(unit, Backward):
             lacking = 0 if unit.probe else min(layer for layer in at if layer > unit.layer) - unit.layer - 1
-            return lacking * gradient_seconds(self.work, self.rates) / len(self.job.gradient_shards)
+            return lacking * self.prices.gradient_seconds() / len(self.job.gradient_shards)
         lacking = unit.layer - max(layer for layer in at if layer <= unit.layer)
         if isinstance(unit, WindowForward):
             return lacking * self._window_seconds(unit)
         models = 2 if isinstance(unit, Pair) else 1
-        return lacking * models * forward_seconds(self.work, self.rates, self.passes) / self.job.shards
+        return lacking * models * self.prices.forward_seconds() / self.job.shards
 
     def _layer_read(self, unit: Summable, layer: int, worker: Worker) -> Transfer:
         """Return the read of a layer by a worker's node, or its way over the network if each node has read a part."""
         shared = isinstance(unit, Forward) and bool(unit.weights)
         key = (unit.lineage, layer, -1 if shared else worker.node)
         if shared and key not in self.reads:
-            seconds = pass_on_seconds(self.work, self.rates, self.passes)
-            self.reads[key] = self.clock.transfer("network", seconds)
+            self.reads[key] = self.clock.transfer("network", self.prices.pass_on_seconds())
         first = unit.lineage in ("dense", "compressed")
         cached = self.passes.source_cached(self.rates) if first else self.passes.cached
         return self._read(key, self.work.weight_bytes, cached)
@@ -201,7 +199,7 @@ class Estimates:
         return self.reads[key]
 
     def _readlayer(self, unit: ReadLayer, worker: Worker) -> Course[ReadDone]:
-        yield self.clock.transfer(f"disk {worker.node}", read_seconds(self.work, self.rates, self.passes))
+        yield self.clock.transfer(f"disk {worker.node}", self.prices.read_seconds())
         return ReadDone(HANDLE)
 
     # -- sums --------------------------------------------------------------------------------------------------------
@@ -209,9 +207,9 @@ class Estimates:
     def _choosegrids(self, unit: ChooseGrids, worker: Worker) -> Course[ChooseGridsDone]:
         forward: Summable = unit.forward
         yield self._layer_read(forward, forward.layer, worker)
-        kind, seconds = "statistics", grid_seconds(self.work, self.rates)
+        kind, seconds = "statistics", self.prices.grid_seconds()
         if isinstance(forward, Backward):
-            kind, seconds = "gradient", gradient_grid_seconds(self.work, self.rates)
+            kind, seconds = "gradient", self.prices.gradient_grid_seconds()
         elif isinstance(forward, Pair):
             kind, seconds = "correct", 2 * seconds
         yield from self._compute(kind, seconds + self._replay_seconds(forward, worker))
@@ -220,7 +218,7 @@ class Estimates:
 
     def _collect(self, unit: Collect, worker: Worker) -> Course[CollectDone]:
         size = self._bytes(unit.lineage, unit.layer, unit.moments)
-        yield self.clock.transfer(f"link {worker.name}", size / self.rates.link)
+        yield self.clock.transfer(f"link {worker.name}", self.prices.collect_seconds(size))
         sums, diagonals = dict.fromkeys(unit.moments, (HANDLE,) * unit.parts), dict.fromkeys(unit.moments, HANDLE)
         shards, tokens = tuple(worker.sums.pop(unit.sums)), dict.fromkeys(unit.moments, 1)
         return CollectDone(sums, diagonals, shards, f"node-{worker.node}", tokens)
@@ -232,23 +230,19 @@ class Estimates:
     def _add(self, unit: Add, worker: Worker) -> Course[AddDone]:
         """Add a part of a moment on a worker's device, which each sum enters and one leaves. Sums of other nodes come
         over the network first."""
-        rates, count = self.rates, len(unit.partials)
         size = self._bytes(unit.lineage, unit.layer, (unit.moment,)) / self.passes.workers
-        nodes = self.passes.nodes(rates)
-        if nodes > 1 and not unit.node:
-            yield self.clock.transfer("network", size * (1 - 1 / nodes) / rates.network)
-        copying = (count + 1) / rates.link if rates.link < rates.memory else 0.0
-        yield size * (copying + 3 * (count - 1) / rates.memory)
+        if self.passes.nodes(self.rates) > 1 and not unit.node:
+            yield self.clock.transfer("network", self.prices.cross_seconds(size))
+        yield self.prices.adding_seconds(size, len(unit.partials))
         return AddDone(HANDLE)
 
     def _total(self, unit: Total, worker: Worker) -> Course[ArrayRecord]:
-        share = self._bytes(unit.lineage, unit.layer, (unit.moment,)) / self.work.moment_bytes
-        seconds = share * store_seconds(self.work, self.rates, self.passes)
+        seconds = self.prices.store_seconds(self._bytes(unit.lineage, unit.layer, (unit.moment,)))
         yield self.clock.transfer(f"disk {worker.node}", seconds, PIECES)
         return GRADIENTS if unit.moment.kind == "gradient" else RECORD
 
     def _reduce(self, unit: Reduce, worker: Worker) -> Course[ArrayRecord]:
-        samples = sum(moment.kind == "sample" for moment in layer_moments(self.job.tasks, unit.layer))
+        samples = sum(moment.kind == "sample" for moment in self.job.layer_moments(unit.layer))
         yield self.clock.transfer(f"disk {worker.node}", self.work.sample_bytes / samples / self.rates.disk)
         return RECORD
 
@@ -260,8 +254,8 @@ class Estimates:
             )
             return self.work.pair_bytes[step] * len(moments) / len(pairs)
         if lineage == "gradient":
-            return self.work.gradient_bytes * len(moments) / len(layer_gradients(self.job.tasks, layer))
-        summed = sum(moment.kind in SUMMED for moment in layer_moments(self.job.tasks, layer))
+            return self.work.gradient_bytes * len(moments) / len(self.job.layer_gradients(layer))
+        summed = sum(moment.kind in SUMMED for moment in self.job.layer_moments(layer))
         return self.work.moment_bytes * len(moments) / summed
 
     def _corrected_steps(self, layer: int) -> list[set[Moment]]:
@@ -309,7 +303,7 @@ class Estimates:
         solve = self._of_task(self.work.solves, unit.task, self.job.tasks)
         seconds = solve_seconds(solve, self.rates) / max(1, len(unit.task.corrections))
         if unit.task.moments:
-            seconds += moment_wait_seconds(self.work, self.rates, self.passes)
+            seconds += self.prices.moment_wait_seconds()
         pairs = [moment for moment in unit.statistics if moment.kind == "pair"]
         seconds += sum(self._bytes("paired", unit.task.layer, (pair,)) for pair in pairs) / self.rates.link
         yield from self._compute("solve", seconds)
@@ -325,7 +319,7 @@ class Estimates:
         return RefineDone(tuple(SolveDone(HANDLE, group.forms, group.report) for group in unit.groups), TRAINED)
 
     def _write(self, unit: Write, worker: Worker) -> Course[StagedRecord]:
-        yield self.clock.transfer(f"disk {worker.node}", self.work.written_bytes / self.rates.disk)
+        yield self.clock.transfer(f"disk {worker.node}", self.prices.write_seconds())
         path = f"staged/layer-{unit.layer:05d}.{0:032x}.safetensors"
         return StagedRecord(path=path, size=1, sha256="0" * 64, tensors={})
 
@@ -337,21 +331,22 @@ class Estimates:
         if unit.ahead is not None:
             self._read((unit.model, unit.ahead, worker.node), size, cached)
         yield from self._compute("held-out", self._window_seconds(unit) + self._replay_seconds(unit, worker))
+        if unit.store:
+            yield self.rates.commit_s
         worker.hidden[_shard(unit)] = unit.layer + self._is_last_part(unit)
         return ShardDone({}, None, RECORD if unit.store else None, 1)
 
     def _window_seconds(self, unit: WindowForward) -> float:
         flops = self.work.held_out_flops[unit.staged is not None]
         parts = len(self.job.parts(unit.layer, (), unit.staged))
-        return held_out_seconds(flops, self.work, self.rates, self.passes) / unit.windows.shards / parts
+        return self.prices.held_out_seconds(flops) / unit.windows.shards / parts
 
     def _score(self, unit: Score, worker: Worker) -> Course[Scored]:
         yield 0.0
         return Scored(0.0, 1)
 
     def _compare(self, unit: Compare, worker: Worker) -> Course[CompareDone]:
-        seconds = compare_seconds(self.work, self.rates, self.passes)
-        yield from self._compute("compare", len(unit.staged) * seconds)
+        yield from self._compute("compare", len(unit.staged) * self.prices.compare_seconds())
         return CompareDone({"layer_errors": (), "sketch": ()}, HANDLE)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from pipeline.cost_model.phases import START_SECONDS
+from pipeline.cost_model.prices import START_SECONDS
 from pipeline.units.sums import Collect
 from pipeline.units.units import ConcurrentUnit, ShardUnit, Summable, Unit
 from tools.simulator.clock import Clock, Course

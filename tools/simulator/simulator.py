@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from manifests.entries import GroupReport, LayerEntry
 from manifests.records import ArrayRecord, E, LedgerKey, StagedLayer, StagedRecord
-from pipeline.cost_model.phases import DIGEST_THREADS, START_SECONDS, PlannedPasses, digest_seconds, verify_seconds
-from pipeline.cost_model.rates import Rates
-from pipeline.cost_model.work import LayerWork
+from pipeline.cost_model.passes import PlannedPasses
+from pipeline.cost_model.prices import DIGEST_THREADS, START_SECONDS, Prices
 from pipeline.driver.comparing import compare_layers
 from pipeline.driver.driver import Driver
 from pipeline.driver.job_spec import Job, LayersEntered
@@ -48,15 +47,15 @@ class Simulated:
         return 1.0 - sum(self.busy.values()) / (self.workers * (self.seconds - self.start))
 
 
-def simulate(
-    job: Job, work: LayerWork, rates: Rates, passes: PlannedPasses, failures: Sequence[Failure] = ()
-) -> Simulated:
+def simulate(job: Job, prices: Prices, failures: Sequence[Failure] = ()) -> Simulated:
     """Simulate a job, from the digests of its source to the check of its last staged layer."""
-    start = digest_seconds(work, rates, passes) + START_SECONDS
+    work, passes = prices.work, prices.passes
+    start = prices.digest_seconds() + START_SECONDS
     clock = Clock(start)
-    estimates = Estimates(clock, job, work, rates, passes)
-    pool = ClockPool(clock, estimates, passes.workers, rates.workers_per_node, failures)
-    observer, journal = _Phases(clock), _CheckedJournal(clock, verify_seconds(work, rates))
+    once = replace(prices, passes=replace(passes, every=0))  # units that store hidden states commit them
+    estimates = Estimates(clock, job, once)
+    pool = ClockPool(clock, estimates, passes.workers, prices.rates.workers_per_node, failures)
+    observer, journal = _Phases(clock), _CheckedJournal(clock, prices.verify_seconds())
     scheduler = Scheduler(pool, observer)
     layers = LayersEntered(journal, job.num_layers, layers_of(job.tasks))
     if work.compare_flops:
