@@ -73,7 +73,7 @@ def predict(
     """
     manifest, shape = manifest_of(propagate, keep, **entry), geometry(model)
     prices = prices_for(manifest, shape, rates)
-    prices = replace(prices, passes=replace(prices.passes, workers=workers, cached=cached, offload=False))
+    prices = replace(prices, passes=replace(prices.passes, workers=workers, cached=cached))
     failures = [Failure(at, number % workers) for number, at in enumerate(failures_s)]
     return simulate(job_of(manifest, shape, layers_per_commit(prices)), prices, failures), phase_seconds(prices)
 

@@ -176,8 +176,7 @@ def _stored_states(manifest: Manifest, workers: int) -> int:
 
 def _stored_statistics(passes: PlannedPasses, by_layer: Mapping[int, int]) -> int:
     """Return the bytes of the moments that are stored at a time: of all layers, or of the largest one."""
-    all_layers = passes.keep_statistics or not (passes.compressed or passes.in_pass)
-    return sum(by_layer.values()) if all_layers else max(by_layer.values(), default=0)
+    return sum(by_layer.values()) if passes.stores else max(by_layer.values(), default=0)
 
 
 def _stored_models(manifest: Manifest) -> int:

@@ -23,7 +23,6 @@ class PlannedPasses:
     Attributes:
         importance: shards of a separate pass before the walk (`propagate: compressed` with ranks by importance), or 0.
         compressed: the inputs of a layer are the outputs of compressed layers.
-        offload: hidden states leave the device between layers.
         cached: data remains in the nodes' page cache until it is read again.
         in_pass: layers are solved during the dense pass, from memory (`pipeline.driver.dense_walk`).
         keep_statistics: a dense pass stores its moments even if layers are solved from memory.
@@ -37,7 +36,6 @@ class PlannedPasses:
     workers: int
     importance: int
     compressed: bool
-    offload: bool = False
     cached: bool = False
     gradient_shards: int = 1
     held_out_shards: int = 1
@@ -48,8 +46,8 @@ class PlannedPasses:
 
     @property
     def stores(self) -> bool:
-        """Return True if a dense pass stores its moments."""
-        return self.keep_statistics or not self.in_pass
+        """Return True if the moments of all layers are stored."""
+        return self.keep_statistics or not self.from_memory
 
     @property
     def held_out_models(self) -> int:
@@ -108,7 +106,6 @@ def planned_passes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]
         min(manifest.workers.max, shards),
         len(passes.importance_shards) if compressed and "importance" in passes.scores else 0,
         compressed,
-        offload=True,
         every=manifest.resume.every if isinstance(manifest.resume.every, int) else 0,
         gradient_shards=max(1, len(passes.gradient_shards)),
         held_out_shards=max(1, min(shards, held_out_windows(samples, samples, length))),

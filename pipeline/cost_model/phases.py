@@ -28,9 +28,7 @@ def phase_seconds(prices: Prices) -> dict[str, float]:
     if work.correction_flops or work.refinement.steps:  # one layer at a time, written at four points and when trained
         solves = [solve_seconds(solve, rates) for solve in work.solves]
         written = (4 if work.correction_flops else 1) + (work.refinement.steps > 0)
-        together = (
-            min(layers, passes.workers) if work.refinement.independent else 1
-        )  # layers that are solved side by side
+        together = min(layers, passes.workers) if work.refinement.independent else 1  # solved side by side
         solving = layers / together * _spread(solves * together, passes.workers)
         phases["solve"] = solving + layers * written * prices.write_seconds()
     if work.gradient_flops:
@@ -45,9 +43,7 @@ def phase_seconds(prices: Prices) -> dict[str, float]:
     if work.correction_flops:
         phases["correct"] = layers * (prices.correction_seconds() * passes.rounds + pair_seconds(prices))
     if work.refinement.steps:
-        phases["refine"] = work.refinement.seconds(
-            rates, passes.rounds, passes.cached, layers, passes.workers, passes.nodes(rates)
-        )
+        phases["refine"] = work.refinement.seconds(rates, passes)
     phases |= _scoring_phases(prices, phases["solve"])
     phases["assemble"] = ASSEMBLE_SECONDS + prices.write_seconds()
     return phases

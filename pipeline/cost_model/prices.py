@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from manifests.schema import Manifest
 from pipeline.cost_model.passes import PlannedPasses, gradient_tokens, planned_passes
@@ -36,10 +35,8 @@ class Prices:
     def of_layers_alone(self, *, rounds: bool) -> Prices:
         """Return the prices of the first solve of `budget.measure_layers`: without corrections and training, and with
         rounding only if it `rounds`."""
-        rounding = self.work.rounding if rounds else ()
-        without: dict[str, Any] = {"pair_bytes": (), "pair_added_bytes": 0.0, "correction_flops": 0.0}
-        work = replace(self.work, refinement=UNREFINED, rounding=rounding, **without)
-        return replace(self, work=work)
+        work = replace(self.work, rounding=self.work.rounding if rounds else (), refinement=UNREFINED)
+        return replace(self, work=replace(work, correction_flops=0.0, pair_bytes=(), pair_added_bytes=0.0))
 
     # -- passes through a layer --------------------------------------------------------------------------------------
 
@@ -49,19 +46,15 @@ class Prices:
         `packed`: through the compressed layer.
         """
         work, rates, passes = self.work, self.rates, self.passes
-        copied = COPIES * work.hidden_bytes / rates.link if passes.offload else 0.0
+        copied = COPIES * work.hidden_bytes / rates.link
         computed = (work.packed_flops if packed else work.forward_flops) / rates.products
         return max(computed, copied) + self.commit_seconds(passes.shards)
-
-    @property
-    def cosine_seconds(self) -> float:
-        """The time of a layer's cosines on one worker."""
-        return self.work.cosine_bytes / self.rates.memory
 
     def importance_seconds(self) -> float:
         """Return the time of a pass of the importance shards through a layer on one worker, with cosines, no
         moments."""
-        return self.forward_seconds() * self.passes.importance / self.passes.shards + self.cosine_seconds
+        share = self.passes.importance / self.passes.shards
+        return self.forward_seconds() * share + self.work.cosine_bytes / self.rates.memory
 
     def commit_seconds(self, shards: int) -> float:
         """Return the time of a layer's commits of hidden states on one worker, without writing their bytes."""
@@ -80,7 +73,7 @@ class Prices:
         moments = work.moment_flops / rates.moments + work.added_bytes / rates.memory
         if self.passes.compressed:
             return work.statistics_flops / rates.products + moments
-        return self.forward_seconds() + moments + self.cosine_seconds
+        return self.forward_seconds() + moments + work.cosine_bytes / rates.memory
 
     def grid_seconds(self) -> float:
         """Return the time to choose a layer's grids, before its shards go through it."""

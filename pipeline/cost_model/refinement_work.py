@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from manifests.method_entry import Refine
 from manifests.schema import Manifest
+from pipeline.cost_model.passes import PlannedPasses
 from pipeline.cost_model.rates import Rates
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.descent import descent_flops
@@ -49,15 +50,12 @@ class RefineWork:
         computing = self.flops / rates.backward + self.descent / rates.single
         return computing + self.steps * LAUNCHES * rates.step_s + reading
 
-    def seconds(
-        self, rates: Rates, rounds: float, cached: bool, layers: int = 1, workers: int = 1, nodes: int = 1
-    ) -> float:
-        """Return the seconds of some layers. `rounds`: the load of the busiest worker in a pass over all shards, which
-        it also writes to its node's disk."""
-        trainings = math.ceil(layers / workers) if self.independent else layers
+    def seconds(self, rates: Rates, passes: PlannedPasses) -> float:
+        """Return the seconds of all layers. Each worker writes its shards' targets to its node's disk."""
+        trainings = math.ceil(passes.layers / passes.workers) if self.independent else passes.layers
         writing = self.read_bytes / rates.disk
-        passing = max(writing / nodes, rounds * (self.passes / rates.products + writing))
-        return trainings * self.training_seconds(rates, cached) + layers * passing
+        passing = max(writing / passes.nodes(rates), passes.rounds * (self.passes / rates.products + writing))
+        return trainings * self.training_seconds(rates, passes.cached) + passes.layers * passing
 
 
 UNREFINED = RefineWork()

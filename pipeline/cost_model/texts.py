@@ -1,4 +1,4 @@
-"""The cost of a job's work on its texts before its passes: choosing their amount, and scoring the dense model.
+"""The cost of a job's work on its texts: choosing their amount, scoring the dense model before the passes, evaluation.
 
 docs/plan.md#seconds-by-phase.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from manifests.calibration import Calibration
 from manifests.schema import Manifest
-from pipeline.cost_model.phases import evaluate_seconds
+from pipeline.cost_model.phases import evaluate_seconds, phase_seconds
 from pipeline.cost_model.prices import WORKERS_SECONDS, Prices
 from pipeline.cost_model.rates import Rates
 from pipeline.cost_model.work import forward_flops, scoring_flops
@@ -17,6 +17,19 @@ from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.units.scores import scorers
 from pipeline.units.sharding import text_windows
+
+
+def job_seconds(manifest: Manifest, geometry: Geometry, prices: Prices, shape: Sequence[int] = ()) -> dict[str, float]:
+    """Return `phase_seconds`, `texts` and, if there is an evaluation text, `evaluate`: to score one model on it.
+
+    `shape`: of the evaluation text: its windows, and the tokens of each.
+    """
+    count, length = shape or (0, 0)
+    seconds = phase_seconds(prices) | {"texts": texts_seconds(manifest, geometry, count * length, prices)}
+    if shape:
+        flops = count * length * scoring_flops(geometry, length)
+        seconds["evaluate"] = evaluate_seconds(flops, prices.rates, prices.passes.workers)
+    return seconds
 
 
 def texts_seconds(manifest: Manifest, geometry: Geometry, evaluation: int, prices: Prices) -> float:
@@ -36,12 +49,6 @@ def texts_seconds(manifest: Manifest, geometry: Geometry, evaluation: int, price
     building = passes.layers * work.built_bytes / rates.memory
     reading = 0.0 if passes.cached else passes.layers * work.weight_bytes / rates.disk
     return max(reading, computing + building)
-
-
-def evaluation_seconds(geometry: Geometry, windows: Sequence[int], rates: Rates, workers: int) -> float:
-    """Return the seconds to score a model on the evaluation text. `windows`: their number, and the tokens of each."""
-    count, length = windows
-    return evaluate_seconds(count * length * scoring_flops(geometry, length), rates, workers)
 
 
 def amount_seconds(calibration: Calibration, layer: LayerGeometry, rates: Rates) -> float:

@@ -27,7 +27,7 @@ from pipeline.cost_model.phases import object_store_bytes, phase_seconds, scored
 from pipeline.cost_model.prices import WORKERS_SECONDS, Prices, prices_of
 from pipeline.cost_model.probe import ProbedShape, measured_rates
 from pipeline.cost_model.rates import Rates, rates_of
-from pipeline.cost_model.texts import amount_seconds, evaluation_seconds, texts_seconds
+from pipeline.cost_model.texts import amount_seconds, job_seconds
 from pipeline.driver.ledger_keys import SAMPLES
 from pipeline.families.geometry import Geometry
 from pipeline.families.registry import geometry_of, standard_config
@@ -81,10 +81,10 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
     manifest = measuring_layers(manifest, methods, geometry, tasks)
     rates = rates_from(source, manifest, geometry, dtype)
     prices = prices_of(manifest, geometry, tasks, dtype.itemsize, rates, plan.kept)
-    passes, phases = prices.passes, phase_seconds(prices)
     tokens = evaluation_tokens(inputs) if inputs else None
-    evaluation = 0 if tokens is None else tokens.ids.numel()
-    texts = {"texts": texts_seconds(manifest, geometry, evaluation, prices)}
+    passes = prices.passes
+    phases = job_seconds(manifest, geometry, prices, tokens.ids.shape if tokens else ())
+    texts, evaluate = {"texts": phases.pop("texts")}, phases.pop("evaluate", 0.0)
     if manifest.evaluation.calibrate_prediction:
         phases["other sizes"] = OTHER_SIZES * size_seconds(phases, passes)
     if manifest.measures_layers:
@@ -98,8 +98,7 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
     if inputs is not None and tokens is not None:
         perplexity = inputs.manifest.evaluation.perplexity
         models = 1 + (perplexity is not None and perplexity.dense)
-        each = evaluation_seconds(inputs.geometry, tokens.ids.shape, rates, passes.workers)
-        phases["evaluate"] = models * WORKERS_SECONDS + models * each
+        phases["evaluate"] = models * (WORKERS_SECONDS + evaluate)
     of_tasks, unknown = tasks_seconds(inputs, manifest.evaluation, rates, passes.workers)
     phases |= {"tasks": of_tasks} if of_tasks else {}
     healing = healing_work(manifest, geometry, plan.kept, dtype.itemsize)
@@ -129,8 +128,7 @@ def planned_samples(manifest: Manifest) -> tuple[Manifest, list[str]]:
 
 def stored_bytes(prices: Prices, manifest: Manifest) -> dict[str, int]:
     """Return the bytes between workers and those of commits, for the report."""
-    every = manifest.resume.every
-    every = layers_per_commit(prices) if every == "auto" else every
+    every = layers_per_commit(prices) if manifest.resume.every == "auto" else manifest.resume.every
     return {
         "object_store_bytes": object_store_bytes(prices),
         "layers_per_commit": every,

@@ -14,7 +14,7 @@ from pipeline.cost_model.passes import PlannedPasses
 from pipeline.cost_model.phases import WALK, phase_seconds, scored_seconds, solving_seconds
 from pipeline.cost_model.prices import START_SECONDS, WORKERS_SECONDS, prices_of
 from pipeline.cost_model.rates import Rates
-from pipeline.cost_model.texts import evaluation_seconds, texts_seconds
+from pipeline.cost_model.texts import job_seconds
 from pipeline.driver.job_spec import needs_both_models
 from pipeline.driver.ledger_keys import (
     HEALED,
@@ -46,17 +46,18 @@ def job_eta(job: JobContext, rates: Rates) -> Eta:
     inputs, manifest = job.inputs, job.manifest
     prices = prices_of(manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize, rates, job.plan.kept)
     alone = prices.of_layers_alone(rounds=not manifest.measures_unrounded)
-    remaining = _Remaining(job, prices.passes, *map(phase_seconds, (prices, alone)))
+    seconds = job_seconds(manifest, inputs.geometry, prices, job.evaluation.ids.shape if job.evaluation else ())
+    remaining = _Remaining(job, prices.passes, seconds, phase_seconds(alone))
     planned = [PlannedPhase("start", START_SECONDS)]
     if job.tokens is not None and job.ledger.get(TEXTS) is None:
-        evaluation = 0 if job.evaluation is None else job.evaluation.ids.numel()
-        seconds = texts_seconds(manifest, inputs.geometry, evaluation, prices)
-        planned.append(PlannedPhase("score texts", seconds))
+        planned.append(PlannedPhase("score texts", seconds["texts"]))
     planned += [*remaining.single_phases(), *remaining.sizes()]
     if manifest.heal is not None and job.ledger.get(HEALED) is None:
         planned += [*healing_phases(job, inputs, job.plan, rates), *remaining.healed_scores()]
-    planned.append(PlannedPhase("assemble", remaining.seconds["assemble"]))
-    return Eta([*planned, *_evaluations(job, rates, prices.passes.workers)], inputs.geometry.num_layers)
+    planned.append(PlannedPhase("assemble", seconds["assemble"]))
+    if "evaluate" in seconds:
+        planned += _evaluations(job, seconds["evaluate"])
+    return Eta(planned, inputs.geometry.num_layers)
 
 
 def healing_phases(job: JobContext, inputs: Inputs, plan: Plan, rates: Rates) -> list[PlannedPhase]:
@@ -118,7 +119,7 @@ class _Remaining:
         planned: list[PlannedPhase] = []
         for number in range(count):
             keys = _keys(layer_key, layers_of(self.job.inputs.tasks)) if number == 0 else ()
-            phase, amount = self._first_solve if measures and number == 0 else self._solving
+            phase, amount = ("compress", solving_seconds(self.alone)) if measures and number == 0 else self._solving
             if self.passes.in_pass and not planned and self._missing(_keys(dense_key, range(self.passes.layers))):
                 planned.append(PlannedPhase(phase, self._last_solves))
             else:
@@ -154,11 +155,6 @@ class _Remaining:
         return "correct" if walks else "compress", solving_seconds(seconds)
 
     @property
-    def _first_solve(self) -> tuple[str, float]:
-        """The phase that solves layers to be measured alone, and its seconds."""
-        return "compress", solving_seconds(self.alone)
-
-    @property
     def _last_solves(self) -> float:
         """The seconds of the layers that are not solved within the dense pass."""
         return min(1.0, (self.passes.workers + 2) / self.passes.layers) * self._solving[1]
@@ -182,14 +178,10 @@ def _keys(key_of: Callable[[int], LedgerKey[Any]], layers: Sequence[int]) -> lis
     return [key_of(layer) for layer in layers]
 
 
-def _evaluations(job: JobContext, rates: Rates, workers: int) -> list[PlannedPhase]:
-    """Return the evaluations of OUTPUT and of the dense model that are not entered."""
-    if job.evaluation is None or job.manifest.evaluation.perplexity is None:
-        return []
-    with_dense = job.manifest.evaluation.perplexity.dense
+def _evaluations(job: JobContext, seconds: float) -> list[PlannedPhase]:
+    """Return the evaluations of OUTPUT and of the dense model that are not entered. `seconds`: of one model."""
+    perplexity = job.manifest.evaluation.perplexity
+    with_dense = perplexity is not None and perplexity.dense
     has_dense = any(job.ledger.get(key) is not None for key in dense_score_key(job))
-    each = [
-        PlannedPhase("start", WORKERS_SECONDS),
-        PlannedPhase("evaluate", evaluation_seconds(job.inputs.geometry, job.evaluation.ids.shape, rates, workers)),
-    ]
+    each = [PlannedPhase("start", WORKERS_SECONDS), PlannedPhase("evaluate", seconds)]
     return each * (1 + (with_dense and not has_dense))

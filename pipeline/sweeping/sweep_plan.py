@@ -12,10 +12,10 @@ from pipeline.checkpoint.planned_size import bounded_plan, plan_of
 from pipeline.console.eta import Eta, PlannedPhase
 from pipeline.cost_model.estimate import Plan
 from pipeline.cost_model.healing_work import HealingWork, healing_work
-from pipeline.cost_model.phases import object_store_bytes, phase_seconds, scored_seconds, solving_seconds
+from pipeline.cost_model.phases import object_store_bytes, scored_seconds, solving_seconds
 from pipeline.cost_model.prices import Prices, prices_of
 from pipeline.cost_model.rates import Rates
-from pipeline.cost_model.texts import evaluation_seconds, texts_seconds
+from pipeline.cost_model.texts import job_seconds
 from pipeline.inputs.calibration import EvaluationTokens, evaluation_tokens
 from pipeline.inputs.job_inputs import Inputs
 from pipeline.job.context import JobContext
@@ -82,10 +82,10 @@ def _stored_bytes(swept: Sequence[SweptPoint], shared: Inputs, rates: Rates) -> 
     """Return `stored_bytes` of the pass over the text. The object store must also hold the joint solves of a series."""
     stored = stored_bytes(_prices(shared, rates), shared.manifest)
     for series in series_of(swept):
-        first, *others = (_prices(point.inputs, rates) for point in series)
-        written = sum(each.work.written_bytes for each in (first, *others))
-        joint = replace(first, work=replace(first.work, written_bytes=written))
-        stored["object_store_bytes"] = max(stored["object_store_bytes"], object_store_bytes(joint))
+        points = [_prices(point.inputs, rates) for point in series]
+        work = replace(points[0].work, written_bytes=sum(point.work.written_bytes for point in points))
+        joint = object_store_bytes(replace(points[0], work=work))
+        stored["object_store_bytes"] = max(stored["object_store_bytes"], joint)
     return stored
 
 
@@ -149,14 +149,9 @@ def run_dir_bytes(swept: Sequence[SweptPoint], plan: Plan) -> int:
 def _seconds(inputs: Inputs, evaluation: EvaluationTokens | None, rates: Rates) -> dict[str, float]:
     """Return phase -> seconds of a job with these inputs; `evaluate` and `held-out` are those of one model."""
     prices = _prices(inputs, rates)
-    seconds = phase_seconds(prices)
+    seconds = job_seconds(inputs.manifest, inputs.geometry, prices, evaluation.ids.shape if evaluation else ())
     seconds["held-out"] = scored_seconds(seconds, prices.passes)
     seconds["solve"] = solving_seconds(seconds)
-    numel = 0 if evaluation is None else evaluation.ids.numel()
-    seconds["texts"] = texts_seconds(inputs.manifest, inputs.geometry, numel, prices)
-    if evaluation is not None:
-        workers = prices.passes.workers
-        seconds["evaluate"] = evaluation_seconds(inputs.geometry, evaluation.ids.shape, rates, workers)
     return seconds
 
 

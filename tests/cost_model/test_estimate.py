@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from pipeline.cost_model.phases import phase_seconds
 from pipeline.cost_model.prices import WORKERS_SECONDS, Prices
 from pipeline.cost_model.rates import NOMINAL_CPU, rates_of
 from pipeline.cost_model.rounding_work import round_seconds
-from pipeline.cost_model.solve_work import eigen_flops, solve_flops, solve_work
+from pipeline.cost_model.solve_work import eigen_flops, solve_flops, solve_seconds, solve_work
 from pipeline.cost_model.vocabulary import TOKENIZER_BYTES
 from pipeline.cost_model.work import layer_work
 from pipeline.families.geometry import Geometry
@@ -26,6 +27,7 @@ from pipeline.families.registry import geometry_of, standard_config
 from pipeline.job import plan_report as planning
 from pipeline.methods.method import Moment
 from pipeline.methods.registry import build_methods, claim_tasks, task_groups
+from pipeline.methods.work import Work
 from pipeline.plan import main
 from pipeline.rounding.tasks import with_moments
 from pipeline.units.sharding import held_out_windows
@@ -556,3 +558,9 @@ def test_what_feedback_on_both_sides_takes() -> None:
         assert work.flops > found[1][name].flops
         assert work.fed_flops > found[1][name].fed_flops
         assert work.steps > found[1][name].steps
+
+
+def test_eigenproblems_have_a_rate_of_their_own() -> None:
+    solve = Work(10.0, 10.0, vectors=2.0, moved=7.0)
+    rates = replace(NOMINAL_CPU, double=10.0, eigen=2.0, factors=5.0, memory=3.5)
+    assert solve_seconds(solve, rates) == 1.0 + 10.0 + 2.0 + 2.0

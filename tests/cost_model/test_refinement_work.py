@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from pipeline.cost_model.passes import PlannedPasses
 from pipeline.cost_model.rates import NOMINAL_CPU
 from pipeline.cost_model.refinement_work import UNREFINED, RefineWork, refine_bytes, refine_work
 from tests.families.geometries import llama, manifest
 
+NODE = replace(NOMINAL_CPU, workers_per_node=8)
 TEXT = {"text": {"files": ["a"]}, "samples": 64, "sequence_length": 256, "shards": 4}
 
 
@@ -28,6 +30,11 @@ def test_a_step_is_three_passes_of_its_samples() -> None:
     assert work().passes == 64 * 256 * (100.0 + 60.0)
 
 
+def passes(workers: int, layers: int = 1) -> PlannedPasses:
+    """Return the passes of eight shards, whose data remains in the page cache."""
+    return PlannedPasses(layers, 8, workers, importance=0, compressed=False, cached=True)
+
+
 def passing_seconds(layer: RefineWork) -> float:
     """Return the seconds in which one worker passes a layer and writes its targets."""
     return layer.passes / NOMINAL_CPU.products + layer.read_bytes / NOMINAL_CPU.disk
@@ -36,23 +43,23 @@ def passing_seconds(layer: RefineWork) -> float:
 def test_a_disk_may_be_slower_than_the_workers() -> None:
     """Of eight workers on two nodes, each writes an eighth, and each node half of the targets."""
     slow = replace(NOMINAL_CPU, disk=1.0)
-    found = work().seconds(slow, 1 / 8, True, nodes=2)
+    found = work().seconds(replace(slow, workers_per_node=4), passes(workers=8))
     assert found == pytest.approx(work().training_seconds(slow, True) + work().read_bytes / 2)
 
 
 def test_one_worker_trains_and_all_go_through_the_layer() -> None:
-    one, four = (work().seconds(NOMINAL_CPU, rounds, True) for rounds in (1.0, 0.25))
+    one, four = (work().seconds(NODE, passes(workers)) for workers in (1, 4))
     assert one - four == pytest.approx(0.75 * passing_seconds(work()))
     assert four > work().training_seconds(NOMINAL_CPU, True) > 0.0
-    assert UNREFINED.seconds(NOMINAL_CPU, 1.0, False) == 0.0
+    assert UNREFINED.seconds(NODE, passes(workers=1)) == 0.0
 
 
 def test_layers_are_trained_side_by_side_on_dense_inputs() -> None:
     apart = work(inputs="dense")
     assert apart.passes == 64 * 256 * 100.0
     training, passing = apart.training_seconds(NOMINAL_CPU, True), passing_seconds(apart)
-    assert apart.seconds(NOMINAL_CPU, 0.25, True, layers=10, workers=4) == pytest.approx(3 * training + 2.5 * passing)
-    assert work().seconds(NOMINAL_CPU, 0.25, True, layers=10, workers=4) > 10 * training
+    assert apart.seconds(NODE, passes(4, layers=10)) == pytest.approx(3 * training + 2.5 * passing)
+    assert work().seconds(NODE, passes(4, layers=10)) > 10 * training
     assert work(inputs="mixed") == replace(apart, passes=64 * 256 * (100.0 + 60.0))
 
 

@@ -17,7 +17,7 @@ from pipeline.cost_model.passes import PlannedPasses
 from pipeline.cost_model.phases import phase_seconds
 from pipeline.cost_model.prices import Prices
 from pipeline.cost_model.rates import Rates, rates_of
-from pipeline.cost_model.work import LayerWork, layer_work
+from pipeline.cost_model.work import layer_work
 from pipeline.driver.ledger_keys import SCHEDULE
 from pipeline.job import commits
 from pipeline.job.commits import commit_interval
@@ -33,13 +33,10 @@ LARGE = {
 LAYERS = 80
 
 
-def work_of(**calibration: Any) -> LayerWork:
-    job, geometry = manifest(keep=0.8, calibration={**TEXT, **calibration}), llama("gqa", **LARGE)
-    return layer_work(job, geometry, claim_tasks(build_methods(job), geometry), 2)
-
-
-def planned(propagate: str, workers: int, importance: int = 0) -> PlannedPasses:
-    return PlannedPasses(LAYERS, 256, workers, importance, propagate == "compressed", offload=True)
+def prices_for(propagate: str, workers: int = 1, importance: int = 0) -> Prices:
+    job, geometry = manifest(keep=0.8, calibration={**TEXT, "propagate": propagate}), llama("gqa", **LARGE)
+    work = layer_work(job, geometry, claim_tasks(build_methods(job), geometry), 2)
+    return Prices(work, rates_of("H200"), PlannedPasses(LAYERS, 256, workers, importance, propagate == "compressed"))
 
 
 @pytest.mark.parametrize("propagate", ["dense", "compressed"])
@@ -47,14 +44,15 @@ def planned(propagate: str, workers: int, importance: int = 0) -> PlannedPasses:
 @pytest.mark.parametrize("slower", [1.0, 30.0, 1000.0])
 def test_the_fewest_layers_whose_commits_cost_little(propagate: str, workers: int, slower: float) -> None:
     """Commits take 5 % of a pass or less, and would not with one layer less; unless too much would be lost."""
-    work, fast, passes = work_of(propagate=propagate), rates_of("H200"), planned(propagate, workers)
+    prices = prices_for(propagate, workers)
+    fast, passes = prices.rates, prices.passes
     rates = replace(fast, products=fast.products / slower, double=fast.double / slower, memory=fast.memory / slower)
-    prices = Prices(work, rates, passes)
+    prices = replace(prices, rates=rates)
     every, phases = layers_per_commit(prices), phase_seconds(prices)
     names = ("statistics", "reduce", "solve", "propagate") if propagate == "compressed" else ("statistics", "reduce")
     layer_s = sum(phases[name] for name in names) / LAYERS
     share = committing_seconds(prices) / layer_s
-    assert share > work.hidden_bytes / passes.nodes(rates) / rates.disk / layer_s
+    assert share > prices.work.hidden_bytes / passes.nodes(rates) / rates.disk / layer_s
     assert 1 <= every <= LAYERS
     assert every == 1 or every * layer_s <= REPEATED_SECONDS
     assert every == 1 or share / (every - 1) > 0.05
@@ -63,15 +61,12 @@ def test_the_fewest_layers_whose_commits_cost_little(propagate: str, workers: in
 
 def test_the_quickest_pass_decides() -> None:
     """Importance alone takes a forward pass a layer, and writes as much as the walk, or both for some of the shards."""
-    work = work_of(propagate="compressed")
-    none, some, all_ = (
-        Prices(work, rates_of("H200"), planned("compressed", 1, importance)) for importance in (0, 64, 256)
-    )
-    alone, both = layers_per_commit(none), layers_per_commit(all_)
+    never, some, always = (prices_for("compressed", importance=importance) for importance in (0, 64, 256))
+    alone, both, hidden_bytes = layers_per_commit(never), layers_per_commit(always), never.work.hidden_bytes
     assert 1 < alone < both < LAYERS
     assert layers_per_commit(some) == pytest.approx(both, abs=1)
-    assert committed_bytes(none, 8) == 9 * work.hidden_bytes  # before layers 8, 16, … 72
-    assert committed_bytes(some, 8) == 9 * work.hidden_bytes * 5 // 4
+    assert committed_bytes(never, 8) == 9 * hidden_bytes  # before layers 8, 16, … 72
+    assert committed_bytes(some, 8) == 9 * hidden_bytes * 5 // 4
     assert committed_bytes(some, 80) == 0
 
 

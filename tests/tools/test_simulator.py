@@ -311,16 +311,20 @@ def predicted(workers: int, propagate: str = "dense", layers: int = 8, **entry: 
     job = manifest_of(propagate, None, **entry)
     prices = prices_for(job, shape, rates_of("H200"))
     few = {"shards": 32, "importance": 16 * (propagate == "compressed"), "gradient_shards": 32, "held_out_shards": 26}
-    prices = replace(prices, passes=replace(prices.passes, workers=workers, cached=bool(entry), offload=False, **few))
+    prices = replace(prices, passes=replace(prices.passes, workers=workers, cached=bool(entry), **few))
     spec = replace(spec_of(job, shape, layers), shards=32, importance_shards=tuple(range(16)))
     spec = replace(spec, gradient_shards=tuple(range(32)) if spec.gradient_shards else ())
     return simulate(spec, prices), prices
 
 
+REFINED = [{"method": "loss_aware", "refine": {"inputs": inputs}} for inputs in ("compressed", "dense", "mixed")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("propagate", "workers"), [("dense", 1), ("dense", 8), ("compressed", 1), ("compressed", 8)])
-def test_the_plan_agrees_with_the_simulator_at_70b(propagate: str, workers: int) -> None:
-    found, prices = predicted(workers, propagate)
+@pytest.mark.parametrize("workers", [1, 8])
+@pytest.mark.parametrize("job", [{}, {"propagate": "compressed"}, *REFINED])
+def test_the_plan_agrees_with_the_simulator_at_70b(job: Settings, workers: int) -> None:
+    found, prices = predicted(workers, **job)
     assert sum(phase_seconds(prices).values()) == pytest.approx(found.seconds, rel=0.25)
 
 
@@ -337,14 +341,6 @@ def test_the_plan_agrees_where_ranks_follow_the_loss(correct: str, workers: int)
     scored = sum(map(prices.held_out_seconds, prices.work.held_out_flops))
     assert found.busy["held-out"] == pytest.approx(8 * scored)
     assert (found.busy["correct"] > 0) == (correct == "output")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("inputs", ["compressed", "dense", "mixed"])
-@pytest.mark.parametrize("workers", [1, 8])
-def test_the_plan_agrees_where_layers_are_refined(workers: int, inputs: str) -> None:
-    found, prices = predicted(workers, method="loss_aware", refine={"inputs": inputs})
-    assert sum(phase_seconds(prices).values()) == pytest.approx(found.seconds, rel=0.25)
 
 
 def test_workers_without_a_layer_share_its_long_curve() -> None:

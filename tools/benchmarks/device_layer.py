@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,11 +27,9 @@ import torch
 
 from deploy.quickstart.text import story_text
 from manifests.loading import parse_manifest
-from pipeline.cost_model.passes import PlannedPasses
-from pipeline.cost_model.prices import Prices
+from pipeline.cost_model.prices import Prices, prices_of
 from pipeline.cost_model.rates import Rates, rates_of
 from pipeline.cost_model.solve_work import solve_seconds
-from pipeline.cost_model.work import LayerWork, layer_work
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.units.sharding import importance_shards
@@ -82,17 +81,15 @@ def sizes_of(model: str, narrower: int) -> dict[str, int]:
     return {**narrow, "head_dim": HEAD_DIM, "max_position_embeddings": LENGTH}
 
 
-def planned(work: LayerWork, rates: Rates, propagate: str) -> dict[str, float]:
-    """Return the plan's seconds of a layer by kind, for 256 samples on one worker."""
-    compressed = propagate == "compressed"
-    importance = len(importance_shards(SHARDS, SHARDS, LENGTH)) if compressed else 0
-    prices = Prices(work, rates, PlannedPasses(LAYERS, SHARDS, 1, importance, compressed))
+def planned(prices: Prices) -> dict[str, float]:
+    """Return the plan's seconds of a layer by kind, for all samples on one worker."""
+    work, compressed = prices.work, prices.passes.compressed
     seconds = {"importance": prices.importance_seconds()} if compressed else {}
     seconds |= {
         "grids": prices.grid_seconds(),
         "statistics": prices.statistics_seconds(),
         "sums leave the device": prices.collect_seconds(work.moment_bytes),
-        "solve": sum(solve_seconds(solve, rates) for solve in work.solves),
+        "solve": sum(solve_seconds(solve, prices.rates) for solve in work.solves),
     }
     return seconds | ({"propagate": prices.forward_seconds(packed=True)} if compressed else {})
 
@@ -140,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
             workers = {"max": 1, "gpus": gpus}
             manifest = manifest_of(base / propagate, base / "model", [base / "text.txt"], calibration, workers=workers)
             measured = measure(manifest, arguments.samples)
-            plan = planned(_work(manifest, base), rates, propagate)
+            plan = planned(_prices(manifest, base, rates))
             rows = [[kind, f"{measured.get(kind, 0.0):.2f}", f"{seconds:.2f}"] for kind, seconds in plan.items()]
             total = [sum(each.get(kind, 0.0) for kind in plan) for each in (measured, plan)]
             rows += [["a layer", *(f"{seconds:.2f}" for seconds in total)], ["write", f"{measured['write']:.2f}", ""]]
@@ -153,14 +150,15 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _work(manifest: Mapping[str, Any], base: Path) -> LayerWork:
-    """Return the work of a layer of the model with 256 samples."""
+def _prices(manifest: Mapping[str, Any], base: Path, rates: Rates) -> Prices:
+    """Return the prices of the job with 256 samples, which commits no hidden states."""
     short = parse_manifest(dict(manifest))
     assert short.calibration is not None
     calibration = short.calibration.model_copy(update={"samples": SHARDS, "shards": SHARDS})
     whole = short.model_copy(update={"calibration": calibration})
     geometry = geometry_of(standard_config(json.loads((base / "model/config.json").read_text())))
-    return layer_work(whole, geometry, claim_tasks(build_methods(whole), geometry), ITEMSIZE, keep=KEEP)
+    prices = prices_of(whole, geometry, claim_tasks(build_methods(whole), geometry), ITEMSIZE, rates, KEEP)
+    return replace(prices, passes=replace(prices.passes, every=0))
 
 
 if __name__ == "__main__":

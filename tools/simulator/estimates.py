@@ -12,11 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from manifests.records import ArrayRecord, Curve, FormSpec, GradientRecord, RefinedFigures, StagedRecord
-from pipeline.cost_model.passes import PlannedPasses
 from pipeline.cost_model.prices import Prices
-from pipeline.cost_model.rates import Rates
 from pipeline.cost_model.solve_work import solve_seconds
-from pipeline.cost_model.work import BACK, LayerWork
+from pipeline.cost_model.work import BACK
 from pipeline.driver.job_spec import Job
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.work import Work
@@ -83,21 +81,6 @@ class Estimates:
     busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     reads: dict[tuple[str, int, int], Transfer] = field(default_factory=dict)
 
-    @property
-    def work(self) -> LayerWork:
-        """The work of a layer."""
-        return self.prices.work
-
-    @property
-    def rates(self) -> Rates:
-        """The rates of a worker."""
-        return self.prices.rates
-
-    @property
-    def passes(self) -> PlannedPasses:
-        """The passes of the job."""
-        return self.prices.passes
-
     def __call__(self, unit: Unit, worker: Worker) -> Course[Any]:
         """Return the course of a unit on a worker. Raises AttributeError for units that no simulated job has."""
         course: Course[Any] = getattr(self, f"_{type(unit).__name__.lower()}")(unit, worker)
@@ -110,13 +93,13 @@ class Estimates:
     # -- passes of shards --------------------------------------------------------------------------------------------
 
     def _forward(self, unit: Forward, worker: Worker) -> Course[ShardDone]:
-        work, prices, shards = self.work, self.prices, self.job.shards
+        work, prices, shards = self.prices.work, self.prices, self.job.shards
         if unit.staged is not None or (unit.lineage == "compressed" and not unit.moments):
             kind, seconds = "propagate", prices.forward_seconds(packed=unit.staged is not None)
         elif unit.moments:
             kind, seconds = "statistics", prices.statistics_seconds()
         else:
-            cosines = unit.cosine * prices.cosine_seconds / max(1, len(self.job.importance_shards))
+            cosines = unit.cosine * work.cosine_bytes / prices.rates.memory / max(1, len(self.job.importance_shards))
             kind, seconds = "importance", prices.forward_seconds() + cosines * shards
         inputs = unit.keep_inputs * work.gradient_input_bytes / max(1, len(self.job.gradient_shards))
         stored = unit.store * work.hidden_bytes / shards + inputs
@@ -132,18 +115,18 @@ class Estimates:
         A correction passes each layer to each of its points, and to the next layer. A layer that is trained together
         with others is passed once, others to their targets and to the next layer.
         """
-        if self.work.correction_flops and not unit.targets:
+        if self.prices.work.correction_flops and not unit.targets:
             steps = 1 + len(self._corrected_steps(unit.layer))
             kind, seconds = "correct", self.prices.correction_seconds() / steps
         else:
-            refinement = self.work.refinement
-            kind, seconds = "refine", refinement.passes / self.rates.products / (1 if refinement.independent else 2)
-        stored = unit.store * 2 * self.work.hidden_bytes / self.job.shards
+            kind, work = "refine", self.prices.work.refinement
+            seconds = work.passes / self.prices.rates.products / (1 if work.independent else 2)
+        stored = unit.store * 2 * self.prices.work.hidden_bytes / self.job.shards
         return (yield from self._pass(unit, worker, kind, seconds / self.job.shards, stored))
 
     def _backward(self, unit: Backward, worker: Worker) -> Course[ShardDone]:
         seconds = self.prices.gradient_seconds() / len(self.job.gradient_shards)
-        stored = unit.store * self.work.gradient_input_bytes / len(self.job.gradient_shards)
+        stored = unit.store * self.prices.work.gradient_input_bytes / len(self.job.gradient_shards)
         parts = len(self.job.parts(unit.layer, ())) * (BACK if unit.forth else 1)
         return (yield from self._pass(unit, worker, "gradient", seconds / parts, stored))
 
@@ -157,8 +140,8 @@ class Estimates:
         if unit.sums is not None:
             worker.sums.setdefault(unit.sums.name, []).append(unit.shard)
         if stored_bytes:
-            yield self.rates.commit_s
-            yield self.clock.transfer(f"disk {worker.node}", stored_bytes / self.rates.disk)
+            yield self.prices.rates.commit_s
+            yield self.clock.transfer(f"disk {worker.node}", stored_bytes / self.prices.rates.disk)
         if isinstance(unit, Backward):
             worker.hidden[_shard(unit)] = unit.layer + (not unit.emit)
         else:
@@ -188,13 +171,13 @@ class Estimates:
         if shared and key not in self.reads:
             self.reads[key] = self.clock.transfer("network", self.prices.pass_on_seconds())
         first = unit.lineage in ("dense", "compressed")
-        cached = self.passes.source_cached(self.rates) if first else self.passes.cached
-        return self._read(key, self.work.weight_bytes, cached)
+        cached = self.prices.passes.source_cached(self.prices.rates) if first else self.prices.passes.cached
+        return self._read(key, self.prices.work.weight_bytes, cached)
 
     def _read(self, key: tuple[str, int, int], size: float, cached: bool) -> Transfer:
         """Return the read of a layer, from memory if it is cached. Start it if it has not begun."""
         if key not in self.reads:
-            place, rate = ("memory", self.rates.link) if cached else ("disk", self.rates.disk)
+            place, rate = ("memory", self.prices.rates.link) if cached else ("disk", self.prices.rates.disk)
             self.reads[key] = self.clock.transfer(f"{place} {key[-1]}", size / rate)
         return self.reads[key]
 
@@ -230,8 +213,8 @@ class Estimates:
     def _add(self, unit: Add, worker: Worker) -> Course[AddDone]:
         """Add a part of a moment on a worker's device, which each sum enters and one leaves. Sums of other nodes come
         over the network first."""
-        size = self._bytes(unit.lineage, unit.layer, (unit.moment,)) / self.passes.workers
-        if self.passes.nodes(self.rates) > 1 and not unit.node:
+        size = self._bytes(unit.lineage, unit.layer, (unit.moment,)) / self.prices.passes.workers
+        if self.prices.passes.nodes(self.prices.rates) > 1 and not unit.node:
             yield self.clock.transfer("network", self.prices.cross_seconds(size))
         yield self.prices.adding_seconds(size, len(unit.partials))
         return AddDone(HANDLE)
@@ -243,7 +226,9 @@ class Estimates:
 
     def _reduce(self, unit: Reduce, worker: Worker) -> Course[ArrayRecord]:
         samples = sum(moment.kind == "sample" for moment in self.job.layer_moments(unit.layer))
-        yield self.clock.transfer(f"disk {worker.node}", self.work.sample_bytes / samples / self.rates.disk)
+        yield self.clock.transfer(
+            f"disk {worker.node}", self.prices.work.sample_bytes / samples / self.prices.rates.disk
+        )
         return RECORD
 
     def _bytes(self, lineage: str, layer: int, moments: Sequence[Moment]) -> float:
@@ -252,11 +237,11 @@ class Estimates:
             step, pairs = next(
                 (step, pairs) for step, pairs in enumerate(self._corrected_steps(layer)) if moments[0] in pairs
             )
-            return self.work.pair_bytes[step] * len(moments) / len(pairs)
+            return self.prices.work.pair_bytes[step] * len(moments) / len(pairs)
         if lineage == "gradient":
-            return self.work.gradient_bytes * len(moments) / len(self.job.layer_gradients(layer))
+            return self.prices.work.gradient_bytes * len(moments) / len(self.job.layer_gradients(layer))
         summed = sum(moment.kind in SUMMED for moment in self.job.layer_moments(layer))
-        return self.work.moment_bytes * len(moments) / summed
+        return self.prices.work.moment_bytes * len(moments) / summed
 
     def _corrected_steps(self, layer: int) -> list[set[Moment]]:
         """Return the pairs that each step of a layer's correction sums."""
@@ -271,11 +256,11 @@ class Estimates:
         return {}
 
     def _begincurve(self, unit: BeginCurve, worker: Worker) -> Course[Any]:
-        yield from self._curve(worker, solve_seconds(self._shared(unit.task), self.rates))
+        yield from self._curve(worker, solve_seconds(self._shared(unit.task), self.prices.rates))
         return HANDLE
 
     def _curvepieces(self, unit: CurvePieces, worker: Worker) -> Course[list[Any]]:
-        curve, rates = self._of_task(self.work.curves, unit.task, self.job.predicts), self.rates
+        curve, rates = self._of_task(self.prices.work.curves, unit.task, self.job.predicts), self.prices.rates
         seconds = solve_seconds(curve, rates) - solve_seconds(self._shared(unit.task), rates)
         seconds *= len(unit.numbers) / unit.task.pieces
         yield from self._curve(worker, seconds + curve.repeated / rates.double)
@@ -283,29 +268,31 @@ class Estimates:
 
     def _predict(self, unit: Predict, worker: Worker) -> Course[Curve]:
         if not unit.pieces:
-            curve = self._of_task(self.work.curves, unit.task, self.job.predicts)
-            yield from self._curve(worker, solve_seconds(curve, self.rates))
+            curve = self._of_task(self.prices.work.curves, unit.task, self.job.predicts)
+            yield from self._curve(worker, solve_seconds(curve, self.prices.rates))
         return CURVE
 
     def _curve(self, worker: Worker, seconds: float) -> Course[None]:
         """Read the moments of a group, and compute its curve or a part of it."""
-        place, rate = ("link of", self.rates.link) if self.passes.cached else ("disk", self.rates.disk)
-        at = worker.name if self.passes.cached else worker.node
-        yield self.clock.transfer(f"{place} {at}", self.work.moment_bytes / len(self.work.curves) / rate)
+        place, rate = (
+            ("link of", self.prices.rates.link) if self.prices.passes.cached else ("disk", self.prices.rates.disk)
+        )
+        at = worker.name if self.prices.passes.cached else worker.node
+        yield self.clock.transfer(f"{place} {at}", self.prices.work.moment_bytes / len(self.prices.work.curves) / rate)
         yield from self._compute("curves", seconds)
 
     def _shared(self, task: Task) -> Work:
-        shared = self._of_task(self.work.curves, task, self.job.predicts).shared
+        shared = self._of_task(self.prices.work.curves, task, self.job.predicts).shared
         assert shared is not None, "a curve in pieces has a common part"
         return shared
 
     def _solve(self, unit: Solve, worker: Worker) -> Course[SolveDone]:
-        solve = self._of_task(self.work.solves, unit.task, self.job.tasks)
-        seconds = solve_seconds(solve, self.rates) / max(1, len(unit.task.corrections))
+        solve = self._of_task(self.prices.work.solves, unit.task, self.job.tasks)
+        seconds = solve_seconds(solve, self.prices.rates) / max(1, len(unit.task.corrections))
         if unit.task.moments:
             seconds += self.prices.moment_wait_seconds()
         pairs = [moment for moment in unit.statistics if moment.kind == "pair"]
-        seconds += sum(self._bytes("paired", unit.task.layer, (pair,)) for pair in pairs) / self.rates.link
+        seconds += sum(self._bytes("paired", unit.task.layer, (pair,)) for pair in pairs) / self.prices.rates.link
         yield from self._compute("solve", seconds)
         return SolveDone(HANDLE, {unit.task.name: FormSpec(form="dense", rank=1)}, {})
 
@@ -315,7 +302,9 @@ class Estimates:
         return works[names.index(task.name) % len(works)]
 
     def _refine(self, unit: Refine, worker: Worker) -> Course[RefineDone]:
-        yield from self._compute("refine", self.work.refinement.training_seconds(self.rates, self.passes.cached))
+        yield from self._compute(
+            "refine", self.prices.work.refinement.training_seconds(self.prices.rates, self.prices.passes.cached)
+        )
         return RefineDone(tuple(SolveDone(HANDLE, group.forms, group.report) for group in unit.groups), TRAINED)
 
     def _write(self, unit: Write, worker: Worker) -> Course[StagedRecord]:
@@ -326,18 +315,21 @@ class Estimates:
     # -- scores ------------------------------------------------------------------------------------------------------
 
     def _windowforward(self, unit: WindowForward, worker: Worker) -> Course[ShardDone]:
-        size, cached = self.work.weight_bytes if unit.staged is None else self.work.written_bytes, self.passes.cached
+        size, cached = (
+            self.prices.work.weight_bytes if unit.staged is None else self.prices.work.written_bytes,
+            self.prices.passes.cached,
+        )
         yield self._read((unit.model, unit.layer, worker.node), size, cached)
         if unit.ahead is not None:
             self._read((unit.model, unit.ahead, worker.node), size, cached)
         yield from self._compute("held-out", self._window_seconds(unit) + self._replay_seconds(unit, worker))
         if unit.store:
-            yield self.rates.commit_s
+            yield self.prices.rates.commit_s
         worker.hidden[_shard(unit)] = unit.layer + self._is_last_part(unit)
         return ShardDone({}, None, RECORD if unit.store else None, 1)
 
     def _window_seconds(self, unit: WindowForward) -> float:
-        flops = self.work.held_out_flops[unit.staged is not None]
+        flops = self.prices.work.held_out_flops[unit.staged is not None]
         parts = len(self.job.parts(unit.layer, (), unit.staged))
         return self.prices.held_out_seconds(flops) / unit.windows.shards / parts
 
