@@ -34,8 +34,9 @@ def phase_seconds(prices: Prices) -> dict[str, float]:
     if work.gradient_flops:
         phases["gradient"] = layers * _gradient_layer_seconds(prices)
     if work.curves:
-        phases["curves"] = _spread([solve_seconds(curve, rates) for curve in work.curves] * layers, passes.workers)
-        phases["curves"] = max(phases["curves"], layers * prices.streamed_seconds())
+        waiting = prices.moment_wait_seconds()
+        curves = _spread([solve_seconds(curve, rates) + waiting for curve in work.curves] * layers, passes.workers)
+        phases["curves"] = max(curves, layers * (prices.moments_from_disk_seconds() + prices.streamed_seconds()))
     if work.rounding:
         phases["round"] = _spread([round_seconds(task, rates) for task in work.rounding], passes.workers)
         if work.curves:
@@ -108,8 +109,8 @@ def _dense_phases(prices: Prices) -> dict[str, float]:
         passing += max(0.0, disk_wait)
         solving = max(solving, layers * _spread(solves, passes.workers) / passes.workers) + last * writing
     else:
-        from_disk = 0.0 if passes.cached else work.moment_bytes / nodes / rates.disk
-        solving = max(solving, layers * (from_disk + prices.streamed_seconds() + writing))
+        from_disk = prices.moments_from_disk_seconds() + prices.streamed_seconds()
+        solving = max(solving, layers * (from_disk + writing))
     return {"statistics": passing, "solve": solving, "reduce": collecting + adding}
 
 

@@ -121,6 +121,10 @@ class Prices:
         rate = rates.link if passes.from_memory or passes.cached else on_disk
         return self.work.moment_bytes / max(1, len(self.work.solves)) / rate
 
+    def moments_from_disk_seconds(self) -> float:
+        """Return the time in which the nodes read a layer's stored moments, 0 from the page cache."""
+        return 0.0 if self.passes.cached else self.work.moment_bytes / self.passes.nodes(self.rates) / self.rates.disk
+
     def streamed_seconds(self) -> float:
         """Return the time to read a layer with streamed experts for a curve or a solve, 0 without any.
 
