@@ -20,7 +20,7 @@ from pipeline.checkpoint.compression_record import (
 )
 from pipeline.checkpoint.listing import CARD_FILE
 from pipeline.driver.ledger_keys import COMPLETE
-from pipeline.evaluation.task_scores import read_scores
+from pipeline.evaluation.task_scores import read_scores, shown_settings
 from stores.hub_upload import upload_model
 from stores.run_directory import existing_run
 from stores.source import INDEX_FILE, is_hub_id
@@ -112,10 +112,12 @@ def _results(evaluation: Mapping[str, Any], text: str) -> Iterator[tuple[str, st
     for field, suffix in (("perplexity", ""), ("dense", ", dense model")):
         if evaluation.get(field):
             yield text, *_perplexity(evaluation[field], suffix)
+    settings = shown_settings(evaluation.get("task_settings", {}))
+    how = f" ({settings})" if settings else ""
     for model, suffix in (("compressed", ""), ("dense", ", dense model")):
         for task, scores in read_scores(evaluation.get("tasks", {}).get(model, {})).items():
             for metric, figure in scores.metrics.items():
-                yield task, metric, f"{metric}{suffix}", figure.value
+                yield task, metric, f"{metric}{suffix}{how}", figure.value
 
 
 def _perplexity(score: Mapping[str, Any], suffix: str) -> tuple[str, str, float]:

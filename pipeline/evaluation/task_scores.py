@@ -56,6 +56,12 @@ class AskedTasks:
     samples: Path | None = None
     chat_field: str = "--apply-chat-template"
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that are not the defaults, by their names in a manifest."""
+        settings = {"limit": self.limit, "fewshot": self.fewshot, "chat_template": self.chat_template or None}
+        return {name: value for name, value in settings.items() if value is not None}
+
     def check_template(self, tokenizer: Any, model: str) -> None:
         """Raise InputError if the chat template is asked for, and the tokenizer of this model has none."""
         if self.chat_template:
@@ -77,9 +83,7 @@ def asked_by(evaluation: Evaluation) -> AskedTasks:
 def tasks_digest(asked: AskedTasks) -> str:
     """Return a digest of the tasks' names, of the content of YAML files, and of settings that are not the defaults."""
     parts = [Path(task).read_bytes() if task.endswith(YAML_SUFFIXES) else task.encode() for task in asked.tasks]
-    settings = {"limit": asked.limit, "fewshot": asked.fewshot, "chat_template": asked.chat_template or None}
-    given = {name: value for name, value in settings.items() if value is not None}
-    parts += [json.dumps(given).encode()] if given else []  # without settings, as before there were any
+    parts += [json.dumps(given).encode()] if (given := asked.settings) else []  # else as before there were any
     return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 
@@ -243,6 +247,18 @@ def _scores(figures: Mapping[str, Any], count: Mapping[str, int] | None) -> Task
 def read_scores(stored: Mapping[str, Any]) -> Scores:
     """Parse the scores in a summary."""
     return {task: TaskScores.model_validate(scores) for task, scores in stored.items()}
+
+
+def shown_settings(settings: Mapping[str, Any]) -> str:
+    """Return what settings of `AskedTasks` mean, in words; empty for the defaults."""
+    words = []
+    if "limit" in settings:
+        words.append(f"the first {settings['limit']:,} documents of each task")
+    if "fewshot" in settings:
+        words.append(f"{settings['fewshot']}-shot")
+    if settings.get("chat_template"):
+        words.append("chat template")
+    return ", ".join(words)
 
 
 def task_lines(columns: Mapping[str, Scores]) -> list[str]:

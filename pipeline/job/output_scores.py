@@ -134,7 +134,7 @@ def scores(job: JobContext, seal: str) -> dict[str, Any]:
     """Return the entered scores by kind, without kinds that have none.
 
     `perplexity`: of OUTPUT on the manifest's text; `dense`: of the source on the same tokens; `earlier`: of OUTPUT on
-    other texts; `tasks`: of both models, by lm-eval.
+    other texts; `tasks`: of both models, by lm-eval; `task_settings`: those that are not the defaults.
     """
     now = {key: job.ledger.get(key) for key in (*_score_keys(job, seal), *dense_score_key(job))}
     entered: dict[str, Any] = {}
@@ -146,7 +146,9 @@ def scores(job: JobContext, seal: str) -> dict[str, Any]:
     earlier = [entry.as_json() for entry in ours]
     of_tasks = [job.ledger.get(key) for key in _task_score_keys(job, seal)]
     tasks = {entry.model: entry.as_json()["tasks"] for entry in of_tasks if entry}
-    return entered | ({"earlier": earlier} if earlier else {}) | ({"tasks": tasks} if tasks else {})
+    settings = asked_by(job.manifest.evaluation).settings if tasks else {}
+    named = {"earlier": earlier, "tasks": tasks, "task_settings": settings}
+    return entered | {name: value for name, value in named.items() if value}
 
 
 def _seen_share(job: JobContext) -> float:

@@ -16,7 +16,7 @@ from pipeline.console.calling import as_called
 from pipeline.console.expert_groups import EXPERTS, extent, named, split_experts
 from pipeline.console.wrapping import wrapped
 from pipeline.evaluation.losses import all_warnings, score_extent, shown_perplexity, texts_line
-from pipeline.evaluation.task_scores import read_scores, task_lines
+from pipeline.evaluation.task_scores import read_scores, shown_settings, task_lines
 from pipeline.evaluation.text_remarks import read_lines
 from pipeline.ranks.search import CLOSE, WHOLE
 
@@ -128,6 +128,8 @@ def score_lines(evaluation: Mapping[str, Any]) -> Iterator[str]:
             yield f"  {seen_warning(compressed['seen'])}"
     if evaluation.get("tasks"):
         yield from task_lines({model: read_scores(scores) for model, scores in evaluation["tasks"].items()})
+        if settings := evaluation.get("task_settings"):
+            yield f"tasks: {shown_settings(settings)}"
     for entry in evaluation.get("earlier", ()):
         yield f"earlier: perplexity {_perplexity(entry)} ({_extent(entry)})"
 

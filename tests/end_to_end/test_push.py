@@ -11,6 +11,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
+from pipeline.checkpoint.publishing import _results
 from tests.end_to_end.hub_server import COMMIT, HubServer, client_of
 from tests.end_to_end.jobs import Ended, Job, command, load, logits_of, some_tokens, without_ray
 from tests.end_to_end.sources import make_source
@@ -84,6 +85,15 @@ def test_all_of_it_arrives_in_one_commit_with_scores_on_the_card(hub: HubServer,
         ("perplexity", summary["perplexity"]["perplexity"]),
         ("perplexity, dense model", summary["dense"]["perplexity"]),
     }
+
+
+def test_settings_of_tasks_are_in_the_names_of_their_scores() -> None:
+    scored = {"arc": {"documents": 5, "metrics": {"acc": {"value": 0.5, "stderr": None}}}}
+    evaluation = {"tasks": {"compressed": scored, "dense": scored}, "task_settings": {"limit": 5}}
+    assert [name for _, _, name, _ in _results(evaluation, "")] == [
+        "acc (the first 5 documents of each task)",
+        "acc, dense model (the first 5 documents of each task)",
+    ]
 
 
 def test_what_arrives_is_a_whole_checkpoint(hub: HubServer, made: Job, tmp_path: Path) -> None:

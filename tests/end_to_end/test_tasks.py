@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from pipeline.cost_model.phases import WORKERS_SECONDS
+from pipeline.cost_model.prices import WORKERS_SECONDS
 from pipeline.cost_model.work import scoring_flops
 from pipeline.evaluation import questions, streamed_tasks
 from pipeline.evaluation.questions import Window
@@ -67,7 +67,9 @@ def test_a_job_s_settings_are_those_of_evaluate(chatting: Path, task: Path, job:
     """Scores of other settings are other scores; those without settings are found again."""
     made = job(chatting, evaluation={"tasks": [str(task)]})
     plain = made.run().json["evaluation"]["tasks"]
-    scores = again(made, {"tasks": [str(task)], **SETTINGS}).json["evaluation"]["tasks"]
+    evaluation = again(made, {"tasks": [str(task)], **SETTINGS}).json["evaluation"]
+    scores = evaluation["tasks"]
+    assert evaluation["task_settings"] == SETTINGS
     for which, model in (("compressed", made.output), ("dense", made.source)):
         direct = command("evaluate", str(model), "--tasks", str(task), *OPTIONS, "--json").json["tasks"][str(model)]
         assert scores[which] == direct
@@ -75,6 +77,7 @@ def test_a_job_s_settings_are_those_of_evaluate(chatting: Path, task: Path, job:
     repeated = made.run()
     assert "scored_now" not in repeated.json
     assert repeated.json["evaluation"]["tasks"] == plain
+    assert "task_settings" not in repeated.json["evaluation"]
 
 
 @pytest.mark.nightly

@@ -95,6 +95,17 @@ def test_scores_beside_the_dense_model() -> None:
     assert list(score_lines({})) == []
 
 
+def test_settings_of_tasks_stand_below_their_scores() -> None:
+    tasks = {"dense": {"arc": {"documents": 5, "metrics": {"acc": {"value": 0.5, "stderr": None}}}}}
+    plain = list(score_lines({"tasks": tasks}))
+    assert plain[-1].startswith("arc")
+    settings = {"limit": 5, "fewshot": 0, "chat_template": True}
+    assert list(score_lines({"tasks": tasks, "task_settings": settings})) == [
+        *plain,
+        "tasks: the first 5 documents of each task, 0-shot, chat template",
+    ]
+
+
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_the_whole_summary_fits_a_terminal(width: int) -> None:
     summary = {
