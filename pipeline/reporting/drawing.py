@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.colors import LinearSegmentedColormap, to_hex
@@ -111,10 +112,17 @@ def legend_below(axes: Axes, most_columns: int) -> None:
     """Put a legend below the axes, in as many columns as fit the width of the figure."""
     figure = axes.get_figure()
     assert figure is not None
-    longest = max(map(len, axes.get_legend_handles_labels()[1]), default=0)
-    room = WIDTH_INCHES * 72.0 / STYLE["legend.fontsize"]
-    fitting = int((room + LEGEND_GAP) / (LEGEND_LINE + LETTER * longest + LEGEND_GAP))
-    figure.legend(loc="outside lower center", ncols=max(1, min(most_columns, fitting)))
+    lengths, columns = [len(label) for label in axes.get_legend_handles_labels()[1]], most_columns
+    while columns > 1 and _legend_inches(lengths, columns) > WIDTH_INCHES:
+        columns -= 1
+    figure.legend(loc="outside lower center", ncols=columns)
+
+
+def _legend_inches(lengths: Sequence[int], columns: int) -> float:
+    """Return the width of a legend whose labels have these numbers of letters, column by column."""
+    longest = [max(part, default=0) for part in np.array_split(np.asarray(lengths), columns)]
+    widths = [LEGEND_LINE + LETTER * letters + LEGEND_GAP for letters in longest]
+    return (sum(widths) - LEGEND_GAP) * float(STYLE["legend.fontsize"]) / 72.0
 
 
 def _element(svg: str, name: str) -> str:
