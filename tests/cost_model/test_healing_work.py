@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +15,11 @@ from manifests.heal import step_windows
 from manifests.schema import Manifest
 from pipeline.cost_model.healing_work import HealingWork, healing_work
 from pipeline.cost_model.rates import GPUS
+from pipeline.plan import main
 from tests.families.geometries import LLAMA_70B, llama
+from workers import cluster
+
+GIB = 2**30
 
 
 def work(**fields: Any) -> HealingWork | None:
@@ -76,3 +84,67 @@ def test_the_calibration_text_and_texts_of_unknown_length() -> None:
 )
 def test_windows_of_a_step(windows: int, length: int, epochs: int, processes: int, expected: int) -> None:
     assert step_windows(windows, length, epochs, processes) == expected
+
+
+@pytest.fixture
+def planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Return `planned(options of plan, **sizes of the model)`: the plan of a job that heals a Llama."""
+
+    def plan(*options: str, **sizes: int) -> Any:
+        config, path = tmp_path / "config.json", tmp_path / "job.yaml"
+        config.write_text(json.dumps({"model_type": "llama", "torch_dtype": "bfloat16", **LLAMA_70B, **sizes}))
+        text = {"files": [str(tmp_path / "text.txt")]}
+        document = {
+            "version": 1,
+            "model": {"source": str(tmp_path / "source")},
+            "output": str(tmp_path / "output"),
+            "run_dir": str(tmp_path / "run"),
+            "methods": [{"method": "flat_llm"}],
+            "budget": {"keep": 0.8},
+            "calibration": {"text": text, "samples": 256, "sequence_length": 256, "propagate": "dense"},
+            "heal": {"text": text, "tokens": 10_000_000},
+        }
+        path.write_text(json.dumps(document))
+        assert main([str(path), "--config", str(config), "--json", *options]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return plan
+
+
+@pytest.mark.slow
+def test_gpus_too_small_for_the_student_are_refused_by_name(planned: Callable[..., Any]) -> None:
+    gpus = ("--gpu", "H200", "--set", "workers.gpus=1")
+    alone = planned(*gpus, "--set", "workers.max=1")
+    (said,) = (limit for limit in alone["limits"] if "heal" in limit)
+    assert said.startswith("does not fit: heal needs ")
+    assert said.endswith(
+        " GB of each of 1 GPUs, which has 141; raise workers.max, leave out heal, or take a larger one"
+    )
+    assert not alone["fits"]
+    assert not [limit for limit in planned(*gpus, "--set", "workers.max=8")["limits"] if "heal" in limit]
+
+
+@pytest.mark.slow
+def test_memory_too_small_for_the_student_is_refused_by_name(
+    planned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "get_system_memory", lambda: 4 * GIB)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8, "vocab_size": 8000}
+    found = planned("--tflops", "1", "--set", "workers.max=2", **sizes)
+    (said,) = (limit for limit in found["limits"] if "heal" in limit)
+    assert said.startswith("does not fit: heal trains in 2 processes of ")
+    assert said.endswith("this machine has 4.3; leave out heal, or give --address of a cluster")
+
+
+@pytest.mark.slow
+def test_a_disk_too_small_for_rows_and_checkpoints(
+    planned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = planned("--gpu", "H200")
+    free = found["run_dir_bytes"] + found["healing_disk_bytes"] - 1
+    usage = shutil.disk_usage("/")._replace(free=free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    assert any("does not fit: run_dir takes" in limit for limit in planned("--gpu", "H200")["limits"])
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free + 1))
+    assert not any("run_dir" in limit for limit in planned("--gpu", "H200")["limits"])
