@@ -269,13 +269,15 @@ class HealingEntry(Record):
     """A healing in progress: its digest, and the folder of its last checkpoint in RUN_DIR.
 
     `per_step`: windows of a step. `peak`: the largest learning rate; `relative`: as a share of each tensor's magnitude.
-    They stay when other processes go on, or a version with other defaults. None: of a version that did not enter them.
+    They stay when other processes go on, or a version with other defaults. `steps`: how many there are in all. None: of
+    a version that did not enter them.
     """
 
     of: Sha256
     step: NonNegativeInt
     folder: str
     curve: HealingCurve
+    steps: NonNegativeInt | None = None
     per_step: NonNegativeInt | None = None
     peak: float | None = None
     relative: bool = False

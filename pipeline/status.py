@@ -140,7 +140,7 @@ def _lines(state: dict[str, Any]) -> Iterator[str]:
     if points := state["points"]:
         yield f"points of the sweep: {points['done']} of {points['of']}"
     if healing := state["healing"]:
-        yield f"healing: checkpoint after step {healing['step']}"
+        yield _stored_steps(healing)
     if state["last_commit"]:
         age_s = max(0.0, time.time() - state["last_commit"])  # a file server's clock may be ahead of ours
         yield f"last commit: {age_s:.0f} s ago"
@@ -152,7 +152,8 @@ def _lines(state: dict[str, Any]) -> Iterator[str]:
         if progress.get("layer") is not None:
             where.append(f"layer {progress['layer']}")
         if progress.get("of"):
-            where.append(f"{progress['done']} of {progress['of']} units")
+            counted = "units" if progress.get("loss") is None else "steps"
+            where.append(f"{progress['done']} of {progress['of']} {counted}")
         if progress.get("loss") is not None:
             where.append(f"divergence {progress['loss']:.4f} in training")
         if progress.get("seconds_left") is not None:
@@ -164,6 +165,17 @@ def _lines(state: dict[str, Any]) -> Iterator[str]:
             yield f"  {worker}: {unit}"
     for line in state["log"]:
         yield f"  {line}"
+
+
+def _stored_steps(healing: dict[str, Any]) -> str:
+    """Return a line about the last checkpoint of a healing."""
+    curve, of = healing["curve"], f" of {healing['steps']}" if "steps" in healing else ""
+    parts = [f"healing: checkpoint after step {healing['step']}{of}"]
+    if divergences := curve.get("divergences"):
+        parts.append(f"divergence on held-out text {divergences[0]:.4f} at the start, {min(divergences):.4f} at best")
+    if skipped := curve.get("skipped"):
+        parts.append(f"{skipped} steps skipped, whose gradients were not finite")
+    return "; ".join(parts)
 
 
 if __name__ == "__main__":

@@ -135,7 +135,8 @@ class Trainer:
     def run(self, after_step: Callable[[], None]) -> None:
         """Train to the end. `after_step` is called after each step, and may raise or store the state.
 
-        Raises NumericsError after `MOST_SKIPPED` steps whose gradient was not finite.
+        Raises NumericsError after `MOST_SKIPPED` steps whose gradient was not finite, or if the model's divergence is
+        not finite before a step.
         """
         if self.progress.step == 0 and not self.progress.curve.steps:
             self._timed("evaluation", self._evaluate)
@@ -224,6 +225,9 @@ class Trainer:
         step, curve, best = self.progress.step, self.progress.curve, self.progress.best
         with self.student.rounded(), torch.no_grad():
             divergence = self._held_out_divergence()
+            if not math.isfinite(divergence):
+                self._refuse_weights()
+                return
             is_best = divergence < min(curve.divergences, default=math.inf)
             if is_best and step:
                 best = self.student.rounded_copy()
@@ -236,6 +240,16 @@ class Trainer:
         )
         self.progress = Progress(step, curve, best)
         self.say(f"heal step {step} of {self.schedule.steps}: divergence {divergence:.4f} nats per token held out")
+
+    def _refuse_weights(self) -> None:
+        """Report that the present weights are not kept. Raises NumericsError if they are those of the start."""
+        step, of = self.progress.step, self.schedule.steps
+        if step == 0:
+            raise NumericsError(
+                "heal: the divergence from the dense model on held-out text is not finite before a step; check OUTPUT "
+                "with `python -m pipeline.verify`; OUTPUT is as it was"
+            )
+        self.say(f"heal step {step} of {of}: the divergence on held-out text is not finite; these weights are not kept")
 
     def _held_out_divergence(self) -> float:
         total = 0.0

@@ -151,6 +151,7 @@ class _Process:
                     step=progress.step,
                     folder=folder,
                     curve=progress.curve,
+                    steps=self.task.schedule.steps,
                     per_step=self.task.schedule.per_step,
                     peak=self.task.schedule.peak,
                     relative=self.task.schedule.relative,

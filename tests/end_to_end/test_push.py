@@ -106,6 +106,22 @@ def test_what_arrives_is_a_whole_checkpoint(hub: HubServer, made: Job, tmp_path:
     assert verified.code == DONE, verified.out + verified.err
 
 
+@pytest.mark.usefixtures("small_steps")
+def test_a_healed_checkpoint_arrives_with_its_own_scores(hub: HubServer, made: Job) -> None:
+    def perplexity() -> float:
+        summary = command("status", str(made.run_dir), "--json").json["summary"]
+        return float(summary["evaluation"]["perplexity"]["perplexity"])
+
+    before = perplexity()
+    settings = ("--set", "heal.epochs=8", "--set", "heal.learning_rate=0.003")
+    assert command("heal", str(made.run_dir), *settings).code == DONE
+    assert push(made, "--run-dir", str(made.run_dir)).code == DONE
+    card = hub.files["README.md"].decode()
+    assert "Healed: trained as a whole against the dense model, 8 times on 192 tokens of\ntext.txt." in card
+    scores = {found.metric_name: found.metric_value for found in ModelCard(card).data.eval_results or ()}
+    assert scores["perplexity"] == perplexity() != before
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("shapes", ["layer", "free", "stock"])
 def test_a_mixture_arrives(shapes: str, hub: HubServer, job: MakeJob, tmp_path: Path) -> None:
