@@ -2,12 +2,13 @@
 
 The command keeps the run directory's ledger. Process 0 sends it lines, steps and checkpoints through a mailbox, an
 actor that outlives the processes: when one is lost, Ray Train starts all of them again, and they go on from the last
-checkpoint.
+checkpoint. If the cluster no longer has room for all of them, as after the loss of a node, as many as have room go on.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -18,12 +19,16 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
+from ray.train.v2.api.exceptions import ControllerError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from manifests.entries import HealingEntry
 from manifests.errors import Interrupted, LaminaError, NumericsError, WorkerError
 from manifests.packages import prepare_process
 from manifests.schema import Workers
 from stores.backend import Storage
+from workers.cluster import whole_room
 from workers.device_settings import configure_device
 
 if TYPE_CHECKING:
@@ -33,6 +38,7 @@ LOSSES = 3  # the training fails when processes are lost more often than this
 POLL_S = 0.2
 SILENT_S = 600.0  # a process that is silent for this long counts as lost
 STORAGE = "healing/ray"  # in RUN_DIR: Ray Train's own files
+START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"  # Ray Train has no other setting for it
 
 
 @ray.remote(num_cpus=0)
@@ -94,13 +100,34 @@ class _Sender:
 
 
 def train_in_processes(task: TrainingTask, journal: TrainingJournal, processes: int, workers: Workers) -> None:
-    """Train in some processes, each with the resources of a worker.
+    """Train in some processes, each with the resources of a worker; in fewer if the cluster loses room for them.
 
     Raises the errors of `pipeline.healing.training_process.train`, and WorkerError if processes are lost again and
-    again.
+    again, or if there is no room for any during `workers.start_timeout_s`.
     """
     logging.getLogger("ray.train").setLevel(logging.ERROR)
-    mailbox: Any = Mailbox.remote(journal.last())  # type: ignore[attr-defined]  # of the decorator
+    os.environ[START_TIMEOUT] = f"{workers.start_timeout_s:g}"
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    mailbox: Any = Mailbox.options(scheduling_strategy=here).remote(journal.last())  # type: ignore[attr-defined]  # of the decorator
+    tries = 0
+    try:
+        while (error := _train(task, journal, processes, workers, mailbox)) is not None:
+            room, tries = min(processes, whole_room(workers)), tries + 1
+            failure = error.controller_failure if isinstance(error, ControllerError) else None
+            is_final = isinstance(failure, WorkerGroupStartupTimeoutError) or tries > LOSSES
+            if failure is None or (room == processes and is_final):
+                raise WorkerError(_failure(error, processes, workers)) from error
+            journal.say(f"heal: {processes} processes did not start; the cluster has room for {room}, which go on")
+            processes = room
+    finally:
+        mailbox.end.remote()
+
+
+def _train(
+    task: TrainingTask, journal: TrainingJournal, processes: int, workers: Workers, mailbox: Any
+) -> Exception | None:
+    """Train in processes from the last checkpoint. Return the error of Ray Train that ended them, None at the end of
+    the training. Raises the errors of `pipeline.healing.training_process.train`."""
     resources = {"CPU": float(workers.cpus), **({"GPU": workers.gpus} if workers.gpus else {})}
     failures: list[LaminaError] = []
     with _folder(task.run_dir) as folder:
@@ -113,24 +140,17 @@ def train_in_processes(task: TrainingTask, journal: TrainingJournal, processes: 
             run_config=RunConfig(
                 name=task.of[:16],
                 storage_path=folder,
-                failure_config=FailureConfig(max_failures=LOSSES),
+                failure_config=FailureConfig(max_failures=LOSSES, controller_failure_limit=0),
             ),
             torch_config=TorchConfig(backend="nccl" if workers.gpus else "gloo", timeout_s=int(SILENT_S)),
         )
         fitting = _Fitting(trainer)
-        try:
-            while not failures and not fitting.ended(POLL_S):
-                failures += _delivered(mailbox, journal)
+        while not failures and not fitting.ended(POLL_S):
             failures += _delivered(mailbox, journal)
-        finally:
-            mailbox.end.remote()
+        failures += _delivered(mailbox, journal)
     if failures:
         raise failures[0]
-    if fitting.error is not None:
-        raise WorkerError(
-            f"heal: processes of the training ended {LOSSES + 1} times ({_reasons(fitting.error)}); their logs are "
-            "in Ray's session folder; run the same command again to go on from the last checkpoint"
-        ) from fitting.error
+    return fitting.error
 
 
 @contextmanager
@@ -192,6 +212,21 @@ def _process(config: dict[str, Any]) -> None:
         ray.get(mailbox.post.remote("failed", error))
         if not isinstance(error, (Interrupted, NumericsError)):  # which all processes raise at the same step
             raise
+
+
+def _failure(error: Exception, processes: int, workers: Workers) -> str:
+    """Return the message for an error of Ray Train."""
+    if isinstance(error, ControllerError):
+        said = str(error.controller_failure).partition(". ")[0]
+        return (
+            f"heal: {processes} processes (CPUs of each: {workers.cpus}, GPUs: {workers.gpus:g}) did not start "
+            f"({said}); waited {workers.start_timeout_s:g} s (workers.start_timeout_s); free or add nodes, then run "
+            "the same command again to go on from the last checkpoint"
+        )
+    return (
+        f"heal: processes of the training ended {LOSSES + 1} times ({_reasons(error)}); their logs are in Ray's "
+        "session folder; run the same command again to go on from the last checkpoint"
+    )
 
 
 def _reasons(error: Exception) -> str:

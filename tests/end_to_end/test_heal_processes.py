@@ -22,6 +22,8 @@ import pipeline.healing.training_process
 import pipeline.job.healing
 import pipeline.job.student_training
 from manifests.entries import HealingEntry
+from pipeline.healing.processes import local
+from pipeline.healing.student import Student
 from pipeline.healing.training_process import TrainingJournal, TrainingTask, train
 from stores.bucket import Bucket
 from stores.disk import Disk
@@ -32,8 +34,7 @@ from tests.end_to_end.clusters import head_node, loopback, private_node
 from tests.end_to_end.jobs import Job, command, file_digests, read_tensors, without_ray
 
 WAIT_S = 300.0
-AUTO = ("--set", "heal.epochs=8")
-SETTINGS = (*AUTO, "--set", "heal.learning_rate=0.003")
+SETTINGS = ("--set", "heal.epochs=8")
 
 
 def small_steps() -> None:
@@ -53,21 +54,33 @@ def many_checkpoints() -> None:
     pipeline.job.student_training.CHECKPOINT_S = 0.0
 
 
+def many_checkpoints_on_loopback() -> None:
+    """Make such steps in a child that joins a cluster on loopback."""
+    many_checkpoints()
+    loopback()
+
+
 JOBS: dict[str, dict[str, Any]] = {
     "uniform": {"quantize": {"bits": 4, "levels": "uniform"}},
     "normal": {"quantize": {"bits": 4, "levels": "normal"}},
     "head": {"quantize": {"bits": 4, "levels": "uniform", "what": "all"}},
     "head-normal": {"quantize": {"bits": 4, "levels": "normal", "what": "all"}},
     "mla": {"methods": [{"method": "mla", "cache_keep": 0.5}], "budget": None, "calibration.propagate": "dense"},
+    "mixture": {"methods": [{"method": "svd", "keep": 0.5}], "budget": None, "calibration.propagate": "dense"},
     "fp8": {"methods": [{"method": "svd", "keep": 0.5, "layers": [0]}], "budget": None},
 }
 
 
+OTHERS = ("normal", "head", "head-normal", "mla", "mixture", "fp8")
+
+
 @pytest.fixture(params=["uniform"])
 def solved(request: pytest.FixtureRequest, tmp_path: Path, text: Path) -> Job:
-    """Return a finished job. The head of its model is its embedding, unless it is rounded."""
+    """Return a finished job. The head of its model is its embedding, unless it is rounded. A mixture has more experts
+    than the windows of one process in a step have tokens for."""
     tied = "head" not in request.param
-    source = factories.make_model(tmp_path / "source", num_hidden_layers=2, tie_word_embeddings=tied)
+    family, experts = ("mixtral", {"num_local_experts": 24}) if request.param == "mixture" else ("llama", {})
+    source = factories.make_model(tmp_path / "source", family, num_hidden_layers=2, tie_word_embeddings=tied, **experts)
     if request.param == "fp8":
         source, _ = encode_model(source, tmp_path, "fp8 blocks")
     made = Job(tmp_path / "job", source, text, JOBS[request.param])
@@ -120,9 +133,23 @@ class Written:
         self.path.write_bytes(pickle.dumps(entry))
 
 
+class MeasuredStudent(Student):
+    """A student that writes how many numbers of its layers this process holds, and how many there are."""
+
+    folder: Path
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        layers = [(name, each) for name, each in self.model.named_parameters() if ".layers." in name]
+        held = {name: (local(each).numel(), each.numel()) for name, each in layers}
+        (self.folder / f"held-{arguments[-1].rank}").write_text(json.dumps(held))
+
+
 def train_one(task: TrainingTask, rank: int, folder: Path) -> None:
     """Be one of two processes that gloo joins."""
     torch.set_num_threads(1)
+    MeasuredStudent.folder = folder
+    pipeline.healing.training_process.Student = MeasuredStudent  # type: ignore[misc]
     torch.distributed.init_process_group("gloo", f"file://{folder}/joined", rank=rank, world_size=2)
     train(task, Written(folder / "entry"))
     torch.distributed.destroy_process_group()
@@ -132,7 +159,7 @@ def train_one(task: TrainingTask, rank: int, folder: Path) -> None:
     "solved",
     [
         "uniform",
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("normal", "head", "head-normal", "mla", "fp8")),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS),
     ],
     indirect=True,
 )
@@ -148,13 +175,18 @@ def test_two_processes_heal_as_one_does(solved: Job, tmp_path: Path, monkeypatch
 
     small_steps_of(monkeypatch)
     with without_ray():
-        assert command("heal", str(solved.run_dir), *AUTO).code == 0
+        assert command("heal", str(solved.run_dir), *SETTINGS).code == 0
         one, figures = read_tensors(solved.output), solved.compression()["healed"]
         solved.put_back()
         monkeypatch.setattr(pipeline.healing.training_process, "train", train_two)
-        assert command("heal", str(solved.run_dir), *AUTO).code == 0
+        assert command("heal", str(solved.run_dir), *SETTINGS).code == 0
     assert not (solved.run_dir / "healing").exists()
     assert_close(solved, one, figures)
+    held = [json.loads((tmp_path / f"held-{rank}").read_text()) for rank in range(2)]
+    assert held[0].keys() == held[1].keys()
+    for name, (numbers, of) in held[0].items():
+        assert numbers + held[1][name][0] == of, name
+        assert numbers < of or of < 2, name
 
 
 @pytest.mark.nightly
@@ -226,6 +258,24 @@ def test_a_process_on_each_of_two_nodes(solved: Job) -> None:
         said = ended(heal(solved, "--address", address, prepare=on_loopback))
     assert "processes: 2" in said
     assert file_digests(solved.output) == digests
+
+
+@pytest.mark.nightly
+@pytest.mark.ray
+@pytest.mark.timeout(600)  # Ray Train starts twice, and waits between
+def test_after_a_lost_node_the_processes_that_have_room_go_on(solved: Job) -> None:
+    with head_node(1, "--include-dashboard=false") as address:
+        with private_node(address, 1, solved.root.parent):
+            waits = ("--set", "workers.start_timeout_s=40")
+            child = heal(solved, "--address", address, *waits, prepare=many_checkpoints_on_loopback)
+            wait_for_line(child, "heal step 6 of 16")
+        said = ended(child)
+    assert "processes: 2" in said
+    assert "room for 1, which go on" in said
+    assert "resuming after step" in said
+    figures = solved.compression()["healed"]
+    assert figures["after"] < figures["before"]
+    assert figures["steps"] == 16
 
 
 @pytest.mark.nightly
