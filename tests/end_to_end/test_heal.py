@@ -304,7 +304,7 @@ ROUNDED: dict[str, dict[str, Any]] = {
     "uniform": {"quantize": {"bits": 3}, **WHOLE},
     "tables": {"quantize": {"bits": 3, "levels": "normal"}, **WHOLE},
     "learned": {"quantize": {"bits": 3, "levels": "learned"}, **WHOLE},
-    "llama.cpp": {"quantize": {"bits": 4, "levels": "iq4_nl"}, **WHOLE},
+    "llama.cpp": {"quantize": {"bits": 4, "levels": "iq4_nl"}, "calibration.samples": 64, **WHOLE},
     "rows": {"quantize": {"bits": 4, "group": None}, **WHOLE},
     "factors": {**WHOLE, "quantize": {"bits": 4, "levels": "normal"}, "methods": [ENTRIES["loss-aware"][0]]},
 }  # fmt: skip
@@ -354,9 +354,8 @@ def test_a_checkpoint_of_another_class(job: MakeJob) -> None:
 @pytest.mark.usefixtures("small_steps")
 @pytest.mark.parametrize("form", ["tables", pytest.param("factors", marks=pytest.mark.nightly)])
 def test_codes_train_through_the_rounding(form: str, job: MakeJob) -> None:
-    rate = 0.02 if form == "tables" else 0.005  # large enough that a code of this model changes
-    heal = {"epochs": 4, "learning_rate": rate, "what": "codes"}
-    changed = healed(job(heal=heal, **{"calibration.propagate": "dense", **ROUNDED[form]}))
+    heal = {"epochs": 4, "learning_rate": 0.001, "what": "codes"}  # large enough that a code of this model changes
+    changed = healed(job(heal=heal, **{**DENSE, "calibration.samples": 64, **ROUNDED[form]}))
     assert any(name.endswith("weight_packed") for name in changed)
     assert not any(name.endswith("weight_shape") for name in changed)
 
