@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 import yaml
+from transformers import AutoTokenizer
 
 from deploy.quickstart.__main__ import main as quickstart
 from tests import factories
@@ -97,11 +98,15 @@ def test_the_sweep_of_make_real(tmp_path: Path, text: Path, scored: Path, llama:
 
 @pytest.mark.ray
 def test_the_first_job_of_the_readme(tmp_path: Path, text: Path) -> None:
-    """Word for word, but for the places of the model, the text and what is written; so is what they print."""
+    """Word for word, but for the places of the model, the text and what is written; so is what they print. The model's
+    tokenizer has a chat template, as that of the README."""
     lines = re.findall(r"^python -m pipeline\.(\w+) (.+)$", README, re.MULTILINE)
     assert [name for name, _ in lines] == ["init", "run"]
     shown = re.findall(r"^```text\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
     llama = factories.make_model(tmp_path / "llama", peaked=False)
+    tokenizer = AutoTokenizer.from_pretrained(llama)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained(llama)
     places = {MODEL: llama, "passages.json": text, "job.yaml": tmp_path / "job.yaml"}
     for (name, words), printed in zip(lines, shown, strict=True):
         for place, real in places.items():
