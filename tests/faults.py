@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tests.ports import serving
+
 Fault = str  # "500", "503"; "silent": neither done nor answered; "lost": done, not answered; "cut": half an answer;
 # "late": done, not answered before the client gives up; "slow": the second half of the answer is delayed
 LOST = ("lost", "late", "cut")  # done by the server, unknown to the client
@@ -49,16 +51,8 @@ class Proxy:
             def handle_error(self, *_: Any) -> None:
                 """Report nothing: tests kill clients."""
 
-        server = Server(("127.0.0.1", 0), Handler)
-        server.daemon_threads = True
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join()
+        with serving(Server(("127.0.0.1", 0), Handler)) as address:
+            yield f"http://{address}"
 
     def handle(self, request: BaseHTTPRequestHandler) -> None:
         body = request.rfile.read(int(request.headers.get("Content-Length") or 0))

@@ -3,7 +3,8 @@ from __future__ import annotations
 import io
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import manifests.heal
 import workers.cluster
 import workers.pool
 from manifests.schema import Workers
+from pipeline.healing.training import Trainer
 from tests import factories
 from tests.end_to_end.jobs import Job, without_ray
 from tests.end_to_end.shared_ray import KeptPool
@@ -143,6 +145,27 @@ def small_steps(inline: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a healing take many small steps, without Ray."""
     monkeypatch.setattr(manifests.heal, "STEPS", 1)
     monkeypatch.setattr(manifests.heal, "STEP_TOKENS", 96)
+
+
+@pytest.fixture
+def interrupted_training(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManager[None]]:
+    """Return a context in which a signal comes in the sixth step of a healing."""
+
+    @contextmanager
+    def interrupted() -> Iterator[None]:
+        step, steps = Trainer._step, list[int]()
+
+        def dying(self: Trainer) -> None:
+            steps.append(1)
+            if len(steps) == 6:
+                raise KeyboardInterrupt
+            step(self)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "_step", dying)
+            yield
+
+    return interrupted
 
 
 @pytest.fixture

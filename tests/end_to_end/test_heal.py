@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -394,24 +395,19 @@ HEAL = {"epochs": 8, "learning_rate": 0.003}
 
 @pytest.mark.nightly
 def test_a_killed_healing_in_a_bucket_goes_on(
-    job: MakeJob, s3_bucket: str, llama: Path, text: Path, inline: None, monkeypatch: pytest.MonkeyPatch
+    job: MakeJob,
+    s3_bucket: str,
+    llama: Path,
+    text: Path,
+    small_steps: None,
+    interrupted_training: Callable[[], AbstractContextManager[None]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(manifests.heal, "STEPS", 1)
-    monkeypatch.setattr(manifests.heal, "STEP_TOKENS", 96)
     monkeypatch.setattr(pipeline.job.student_training, "CHECKPOINT_S", 0.0)
     buckets.put_inputs(s3_bucket, llama, text)
     local, remote = job(heal=HEAL), job(heal=HEAL, **buckets.job_places(s3_bucket))
     expected = local.run().json
-    step, steps = Trainer._step, list[int]()
-
-    def dying(self: Trainer) -> None:
-        steps.append(1)
-        if len(steps) == 6:
-            raise KeyboardInterrupt
-        step(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_step", dying)
+    with interrupted_training():
         assert remote.run().code == 75
     run_dir = Bucket(f"{s3_bucket}/run")
     assert [name.rpartition("/")[2] for name in run_dir.names("healing")] == [".metadata", "__0_0.distcp"]

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.failing_disk import Fault, failing
 
 SETTINGS = ("--set", "heal.epochs=8", "--set", "heal.learning_rate=0.003")
 OTHER = ("--set", "heal.epochs=4", "--set", "heal.learning_rate=0.001")
+Interrupted = Callable[[], AbstractContextManager[None]]
 
 
 @pytest.fixture(scope="module")
@@ -91,28 +93,14 @@ def test_a_full_disk_ends_it_and_costs_nothing(match: str, nth: int, solved: Job
     assert not [*solved.run_dir.glob("student-*")]
 
 
-def interrupt(made: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heal until a signal comes in the sixth step."""
-    step, steps = Trainer._step, list[int]()
-
-    def dying(self: Trainer) -> None:
-        steps.append(1)
-        if len(steps) == 6:
-            raise KeyboardInterrupt
-        step(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_step", dying)
-        assert heal(made).code == 75
-
-
 def test_other_settings_begin_again_behind_an_interrupted_training(
-    solved: Job, monkeypatch: pytest.MonkeyPatch
+    solved: Job, interrupted_training: Interrupted
 ) -> None:
     assert heal(solved, OTHER).code == 0
     expected = file_digests(solved.output)
     solved.put_back()
-    interrupt(solved, monkeypatch)
+    with interrupted_training():
+        assert heal(solved).code == 75
     state = command("status", str(solved.run_dir)).out
     assert "interrupted" in state
     assert re.search(r"checkpoint after step 5 of 16; divergence on held-out text 0\.\d{4} at the start, 0\.", state)
@@ -124,9 +112,10 @@ def test_other_settings_begin_again_behind_an_interrupted_training(
 
 
 def test_behind_a_damaged_checkpoint_the_training_begins_again(
-    solved: Job, healed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    solved: Job, healed: dict[str, str], interrupted_training: Interrupted
 ) -> None:
-    interrupt(solved, monkeypatch)
+    with interrupted_training():
+        assert heal(solved).code == 75
     (part,) = solved.run_dir.glob("healing/step-000005.*/*.distcp")
     part.write_bytes(part.read_bytes()[:1000])
     ended = heal(solved)

@@ -6,7 +6,6 @@ Shapes: T tokens of a prompt, V tokens of the vocabulary.
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,6 +14,8 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
+
+from tests.ports import serving
 
 NAME = "served"  # of the model, in the list of models
 
@@ -46,15 +47,8 @@ def completions_server(model: Path) -> Iterator[str]:
         def log_message(self, format: str, *args: Any) -> None:
             """Print nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as address:
+        yield f"http://{address}/v1"
 
 
 @torch.inference_mode()

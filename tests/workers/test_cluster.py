@@ -28,6 +28,7 @@ from manifests.schema import Workers
 from pipeline.cost_model.probe import ProbedShape
 from pipeline.cost_model.rates import NOMINAL_CPU, Rates
 from stores.disk import Disk
+from tests.ports import serving
 from workers import actor, cluster
 from workers.cluster import (
     autoscales,
@@ -62,15 +63,8 @@ def silent_server() -> Iterator[str]:
 @contextlib.contextmanager
 def http_server() -> Iterator[str]:
     """Ray's dashboard, say, at the port that jobs are submitted to."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with serving(http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)) as address:
+        yield address
 
 
 @pytest.mark.slow
