@@ -9,7 +9,7 @@ Legend: B windows, S tokens of a window, T tokens, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +34,7 @@ from manifests.errors import InputError
 from manifests.heal import CHECKPOINTED_BYTES
 from pipeline.healing.processes import Processes, local
 from pipeline.healing.rounded import LATENT, TrainedTable, even_codes, multiply_out, train_rounded
+from pipeline.kernels.moments import bfloat16_factors
 from stores.headers import DTYPES, read_header
 
 DENSE_HEAD, WEIGHT = "dense_head.safetensors", "weight"  # beside a student with a rounded head; its tensor
@@ -90,6 +91,11 @@ class Student:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
             hidden_BSD: Tensor = self.model.get_decoder()(input_ids=ids_BS, use_cache=False).last_hidden_state
         return hidden_BSD.float()
+
+    def head_products(self) -> AbstractContextManager[None]:
+        """Return a context for products with the head in a step, forth and back. Their factors are in bfloat16 where a
+        CPU multiplies it fast; sums, and so logits, are in float32."""
+        return bfloat16_factors() if self.half_products and self.device.type == "cpu" else nullcontext()
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Return logits (T, V) of the head's inputs (T, D)."""

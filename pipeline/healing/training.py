@@ -202,11 +202,12 @@ class Trainer:
             hidden_TD = self._scored(self.student.hidden(self.text.ids(batch).to(self.student.device)))
             # The head stays as it is, so that only the gradient at its inputs is needed: some tokens at a time.
             leaf_TD = hidden_TD.detach().requires_grad_()
-            for first in range(0, len(rows_TW), LOGIT_ROWS):
-                part = slice(first, first + LOGIT_ROWS)
-                loss = row_divergence(self.student.logits(leaf_TD[part]), rows_TW[part]) * (weight / scored)
-                loss.backward()
-                total += loss.item()
+            with self.student.head_products():
+                for first in range(0, len(rows_TW), LOGIT_ROWS):
+                    part = slice(first, first + LOGIT_ROWS)
+                    loss = row_divergence(self.student.logits(leaf_TD[part]), rows_TW[part]) * (weight / scored)
+                    loss.backward()
+                    total += loss.item()
             assert leaf_TD.grad is not None
             hidden_TD.backward(leaf_TD.grad * self.processes.count)  # FSDP takes the mean over processes
         return self.processes.total(total)

@@ -11,6 +11,7 @@ Legend: T tokens, V vocabulary, K likeliest tokens, R samples of the rest, N = K
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,22 +54,54 @@ def encode_rows(logits_TV: Tensor, first: int) -> Tensor:
 
 
 def row_divergence(logits_TV: Tensor, rows_TW: Tensor) -> Tensor:
-    """Return an estimate of the sum over tokens of KL(teacher‖student), from rows and the student's logits."""
-    kept, rows_TW = _likeliest(logits_TV.shape[1]), rows_TW.to(logits_TV.device)
-    ids_bytes = (kept + SAMPLES) * ID_BYTES
-    ids_TN = _numbers(rows_TW[:, :ids_bytes], ID_BYTES)
-    logs_TC = _numbers(rows_TW[:, ids_bytes:], LOG_BYTES).float() / -LOG_STEPS
-    log_p_TN, log_r_T1 = logs_TC[:, :-1], logs_TC[:, -1:]
-    log_q_TV = logits_TV.float().log_softmax(dim=1)
-    log_q_TN = log_q_TV.gather(1, ids_TN)
-    log_rest_T1 = log_q_TV.scatter(1, ids_TN[:, :kept], -math.inf).logsumexp(dim=1, keepdim=True)
-    classes_TC = torch.cat([log_p_TN[:, :kept], log_r_T1], dim=1).log_softmax(dim=1)  # they add up to 1, but for steps
-    exact = (classes_TC.exp() * (classes_TC - torch.cat([log_q_TN[:, :kept], log_rest_T1], dim=1))).sum()
-    log_e_TR = (log_q_TN - log_rest_T1 - log_p_TN + log_r_T1)[:, kept:]
-    e_TR, r_T1 = log_e_TR.exp(), log_r_T1.exp()
-    squares = (r_T1 * e_TR.detach().square()).sum()
-    weight = (r_T1.sum() * SAMPLES / squares).nan_to_num(0.0, 0.0, 0.0)
-    return exact + (r_T1 / SAMPLES * (weight * (e_TR - 1.0) - log_e_TR)).sum()
+    """Return an estimate of the sum over tokens of KL(teacher‖student), from rows and the student's logits.
+
+    Its gradient is computed with it, in one buffer as large as the logits. It has no second derivative.
+    """
+    divergence: Tensor = _RowDivergence.apply(logits_TV, rows_TW.to(logits_TV.device))  # type: ignore[no-untyped-call] # torch's
+    return divergence
+
+
+class _RowDivergence(torch.autograd.Function):
+    """The divergence of the module's docstring.
+
+    With s the student's distribution over the others alone and q_r their mass, and a = r (c e - 1) / R of a sample, the
+    gradient at the logits is q - p of a likeliest token, and s (q_r - r - sum a) of another, plus a of each sample.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, rows_TW: Tensor) -> Tensor:
+        kept = _likeliest(logits_TV.shape[1])
+        ids_bytes = (kept + SAMPLES) * ID_BYTES
+        ids_TN = _numbers(rows_TW[:, :ids_bytes], ID_BYTES)
+        logs_TC = _numbers(rows_TW[:, ids_bytes:], LOG_BYTES).float() / -LOG_STEPS
+        log_p_TN, log_r_T1 = logs_TC[:, :-1], logs_TC[:, -1:]
+        log_q_TV = logits_TV.float().log_softmax(dim=1)
+        log_q_TN = log_q_TV.gather(1, ids_TN)
+        log_q_TV.scatter_(1, ids_TN[:, :kept], -math.inf)
+        largest_T1 = log_q_TV.amax(dim=1, keepdim=True)
+        gradient_TV = torch.softmax(log_q_TV, dim=1)
+        log_rest_T1 = largest_T1 - gradient_TV.amax(dim=1, keepdim=True).log()
+        known_TC = torch.cat([log_p_TN[:, :kept], log_r_T1], dim=1)
+        classes_TC = known_TC.log_softmax(dim=1)  # they add up to 1, but for steps
+        student_TC = torch.cat([log_q_TN[:, :kept], log_rest_T1], dim=1)
+        exact = (classes_TC.exp() * (classes_TC - student_TC)).sum()
+        log_e_TR = (log_q_TN - log_rest_T1 - log_p_TN + log_r_T1)[:, kept:]
+        e_TR, r_T1 = log_e_TR.exp(), log_r_T1.exp()
+        weight = (r_T1.sum() * SAMPLES / (r_T1 * e_TR.square()).sum()).nan_to_num(0.0, 0.0, 0.0)
+        if ctx.needs_input_grad[0]:
+            excess_TC = student_TC.exp() - classes_TC.exp()
+            samples_TR = (weight * e_TR - 1.0) * (r_T1 / SAMPLES)
+            gradient_TV *= excess_TC[:, -1:] - samples_TR.sum(dim=1, keepdim=True)
+            gradient_TV.scatter_(1, ids_TN[:, :kept], excess_TC[:, :-1])
+            gradient_TV.scatter_add_(1, ids_TN[:, kept:], samples_TR)
+            ctx.save_for_backward(gradient_TV)
+        return exact + (r_T1 / SAMPLES * (weight * (e_TR - 1.0) - log_e_TR)).sum()
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None]:
+        (gradient_TV,) = ctx.saved_tensors
+        return gradient_TV * scale, None
 
 
 def full_divergence(teacher_TV: Tensor, logits_TV: Tensor) -> Tensor:
