@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.cost_model.serving_memory import ENGINES
 from tests import factories
 from tests.end_to_end.exports import needs_gguf, read_gguf
 from tools.benchmarks import served
@@ -95,13 +94,15 @@ def test_the_peak_is_that_of_a_process_and_its_children() -> None:
 def test_the_prediction_has_the_cache_that_an_engine_reserves(tmp_path: Path) -> None:
     config = {**factories.make_config("llama", num_hidden_layers=2).to_dict(), "model_type": "llama"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    options = argparse.Namespace(dtype="bfloat16", new=16)
-    vllm, cpp = (served.predicted(str(tmp_path), engine, 1000, options) for engine in ("vllm", "llama.cpp"))
-    assert served.predicted(str(tmp_path), "vllm", 2000, options) == vllm + 1000
-    assert vllm - ENGINES["vllm", "cpu"].process_bytes > served.CACHE_GIB * 2**30
-    assert cpp - ENGINES["llama.cpp", "cpu"].process_bytes < 2**26
-    cache = 2 * 2 * 2 * 32 * served.LIMIT * served.AT_ONCE  # bytes, layers, keys and values, their width
-    assert served.predicted(str(tmp_path), "llama.cpp", 1000, options, cache_bits=32) == cpp + cache
+    options = argparse.Namespace(
+        dtype="bfloat16", new=16, context=512, sequences=4, vllm="python", llama_cpp="", port=8093
+    )
+    cache = 2 * 2 * 2 * 32 * 512 * 4  # bytes, layers, keys and values, their width, tokens, sequences
+    vllm, cpp = (served.serving(str(tmp_path), engine, options) for engine in ("vllm", "llama.cpp"))
+    assert vllm.cache_bytes == cpp.cache_bytes == cache
+    assert served.serving(str(tmp_path), "llama.cpp", options, cache_bits=32).cache_bytes == 2 * cache
+    command, _ = served.vllm_command(str(tmp_path), vllm.cache_bytes, options)
+    assert {f"--kv-cache-memory-bytes={cache}", "--max-model-len=512", "--max-num-seqs=4"} <= {*command}
 
 
 @needs_gguf

@@ -1,7 +1,8 @@
 """Compare real checkpoints as servers, vLLM and llama.cpp beside transformers: answers, tokens per second, memory.
 
     python -m tools.benchmarks.served dense int4 dense.gguf int4.gguf --tokenizer MODEL \\
-        --vllm .engines/vllm/bin/python --llama-cpp .engines/llama-cpp [--new 32] [--repeats 3]
+        --vllm .engines/vllm/bin/python --llama-cpp .engines/llama-cpp [--new 32] [--repeats 3] \\
+        [--context 256] [--sequences 32]
 
 Folders run in transformers (in this environment) and in vLLM's OpenAI server, both in `--dtype`; files in llama.cpp's
 server, in the numbers of the file, with a cache of float32 if the file's are, and of float16 otherwise. Each runs in a
@@ -12,7 +13,8 @@ the tokens were as good as tied. Standard error has all of them. `chat` is what 
 messages, streaming, stop words and log-probabilities. Tokens per second are those of decoding, per CPU-second of all
 processes of a server (median of the turns), which other programs on the machine disturb least. `memory` is the peak of
 these processes' proportional set size (PSS), read five times a second.
-`predicted` is the sum of docs/plan.md#fit for the weights as the engine holds them and the cache that it reserves.
+Requests with prompts that fill `--context` are among them, `--sequences` at once.
+`predicted` is the sum of docs/plan.md#fit for the weights as the engine holds them, `--context` and `--sequences`.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +43,16 @@ import torch
 
 from manifests.engines import Engine
 from manifests.fit import Fit
-from pipeline.cost_model.serving_memory import serving_memory
+from pipeline.cost_model.serving_memory import ServingMemory, serving_memory
 from pipeline.families.registry import geometry_of, standard_config
 from tools.benchmarks.memory_over_layers import family_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
-LIMIT, CACHE_GIB, AT_ONCE = 256, 1, 32  # tokens of a sequence; vLLM's cache; requests
 PROMPT = 40  # tokens of a prompt in transformers
 REARRANGED = ("Q4_0", "IQ4_NL")  # types of which llama.cpp makes a second copy
 BITS = {"float32": 32, "bfloat16": 16}
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": f"{CACHE_GIB}"}
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 QUESTIONS = (
     "What is the capital of France?", "Name three colours of the rainbow.", "How many days has a week?",
     "Write a sentence about the sea.", "What is two plus two?", "Who wrote Hamlet?", "What do bees make?",
@@ -147,25 +149,32 @@ def _answers(url: str) -> bool:
         return False
 
 
-def vllm_command(python: str, folder: str, dtype: str, port: int) -> tuple[list[str], dict[str, str]]:
+def vllm_command(folder: str, cache_bytes: int, options: Any) -> tuple[list[str], dict[str, str]]:
     """Return the command of vLLM's server, and its environment."""
     latent = json.loads(Path(folder, "config.json").read_text())["model_type"] == "deepseek_v3"
-    options = {"model": folder, "served-model-name": "vllm", "dtype": dtype, "max-model-len": LIMIT, "port": port,
-               "max-num-seqs": AT_ONCE, "host": "127.0.0.1"}  # fmt: skip
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", "--no-enable-prefix-caching"]
-    command += [f"--{name}={value}" for name, value in options.items()]
+    given = {"model": folder, "served-model-name": "vllm", "dtype": options.dtype, "max-model-len": options.context,
+             "port": options.port, "max-num-seqs": options.sequences, "kv-cache-memory-bytes": cache_bytes,
+             "host": "127.0.0.1"}  # fmt: skip
+    command = [
+        options.vllm,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--enforce-eager",
+        "--no-enable-prefix-caching",
+    ]
+    command += [f"--{name}={value}" for name, value in given.items()]
     if latent:  # vLLM's operator for CPUs rotates only the first head
         command.append('--compilation-config={"custom_ops": ["-rotary_embedding"]}')
     environment = {"PYTHONPATH": f"{ROOT / 'deploy' / 'serving'}", **({"VLLM_MLA_DISABLE": "1"} if latent else {})}
     return command, environment
 
 
-def llama_command(path: str, folder: str, port: int) -> tuple[list[str], dict[str, str]]:
-    """Return the command of llama.cpp's server, and its environment. `folder`: of the package xllamacpp."""
-    options = {"port": port, "sequences": AT_ONCE, "context": LIMIT}
+def llama_command(path: str, options: Any) -> tuple[list[str], dict[str, str]]:
+    """Return the command of llama.cpp's server, and its environment."""
+    given = {"port": options.port, "sequences": options.sequences, "context": options.context}
     command = [sys.executable, "-m", "tools.benchmarks.llama_server", path]
-    command += [f"--{name}={value}" for name, value in options.items()]
-    return command + ["--float32-cache"] * in_float32(path), {"PYTHONPATH": f"{folder}:{ROOT}"}
+    command += [f"--{name}={value}" for name, value in given.items()]
+    return command + ["--float32-cache"] * in_float32(path), {"PYTHONPATH": f"{options.llama_cpp}:{ROOT}"}
 
 
 def in_float32(path: str) -> bool:
@@ -240,7 +249,11 @@ def of_server(server: Server, prompts: Sequence[list[int]], options: Any) -> dic
     """Return the measurements of a server."""
     answers = server.answers(prompts, options.new, ends=True)
     faults = chat_faults(server)
-    batches = {count: [*prompts, *prompts][:count] for count in (1, AT_ONCE)}
+    full = [[*islice(cycle(prompt), options.context - options.new)] for prompt in prompts]
+    server.answers(
+        [*islice(cycle(full), options.sequences)], options.new
+    )  # the cache is full, as the prediction has it
+    batches = {count: [*islice(cycle(prompts), count)] for count in (1, options.sequences)}
     rates = [
         decoding_rate(server.cpu_seconds, partial(server.answers, batch), count, options)
         for count, batch in batches.items()
@@ -270,14 +283,14 @@ def in_transformers(folder: str, options: Any) -> dict[str, Any]:
 
     rates = [
         decoding_rate(time.process_time, lambda new, n=n: answer(n, new), n, options)  # type: ignore[misc]
-        for n in (1, AT_ONCE)
+        for n in (1, options.sequences)
     ]
     return {"rates": rates, "weights": sum(each.nbytes for each in (*model.parameters(), *model.buffers()))}
 
 
 def of_transformers(folder: str, options: Any) -> dict[str, Any]:
     """Return the measurements of a model in a process of its own."""
-    names = ("dtype", "new", "repeats")
+    names = ("dtype", "new", "repeats", "sequences")
     command = [sys.executable, "-m", "tools.benchmarks.served", folder, "--alone"]
     command += [f"--{name}={getattr(options, name)}" for name in names]
     environment = {**os.environ, **ONE_THREAD, "PYTHONPATH": f"{ROOT}:{ROOT / 'deploy' / 'serving'}"}
@@ -307,19 +320,16 @@ def agreement(model: Any, prompts: Sequence[list[int]], answers: Sequence[list[i
     return same, gap
 
 
-def predicted(folder: str, engine: Engine, weights: int, options: Any, cache_bits: int = 16) -> int:
-    """Return the memory by docs/plan.md#fit with these weights, and the cache that the server reserves.
-
-    `cache_bits`: of a number in llama.cpp's cache.
-    """
+def serving(folder: str, engine: Engine, options: Any, cache_bits: int = 16) -> ServingMemory:
+    """Return the memory beside the weights by docs/plan.md#fit. `cache_bits`: of a number in llama.cpp's cache."""
     config = json.loads(Path(folder, "config.json").read_text())
     config = config if config["model_type"] == "lamina" else standard_config(config)
-    context = LIMIT if engine == "llama.cpp" else PROMPT + options.new + 1
-    fit = Fit(memory=1, context=context, sequences=AT_ONCE, engine=engine, device="cpu")
+    context = PROMPT + options.new + 1 if engine == "transformers" else options.context
+    fit = Fit(memory=1, context=context, sequences=options.sequences, engine=engine, device="cpu")
     memory = serving_memory(fit, config, geometry_of(config, BITS[options.dtype]), ())
-    cache = CACHE_GIB * 2**30 if engine == "vllm" else memory.cache_bytes
-    cache = cache * cache_bits // 16 if engine == "llama.cpp" else cache
-    return weights + cache + memory.activation_bytes + memory.engine_bytes
+    if engine == "llama.cpp":
+        memory = replace(memory, cache_bytes=memory.cache_bytes * cache_bits // 16)
+    return memory
 
 
 # -- the table --------------------------------------------------------------------------------------------------------
@@ -345,6 +355,8 @@ def main() -> None:
     parser.add_argument("--vllm", help="the Python of an environment with vLLM; without it, not measured")
     parser.add_argument("--llama-cpp", default="", help="the folder of xllamacpp; default: this environment's")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--context", type=int, default=256, help="of a server: tokens of a sequence; default: 256")
+    parser.add_argument("--sequences", type=int, default=32, help="at once; default: 32")
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--port", type=int, default=8093)
@@ -357,7 +369,10 @@ def main() -> None:
 
     tokenizer: Any = AutoTokenizer.from_pretrained(options.tokenizer or options.models[0])
     prompts = [question_ids(tokenizer, text) for text in QUESTIONS]
-    print("| model | engine | numbers | decode, 1 | decode, 32 | memory, MiB | predicted, MiB | off by | same | chat |")
+    print(
+        f"| model | engine | numbers | decode, 1 | decode, {options.sequences} "
+        "| memory, MiB | predicted, MiB | off by | same | chat |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
     model: Any = None
     folder, weights = "", 0
@@ -365,25 +380,26 @@ def main() -> None:
     url = f"http://127.0.0.1:{options.port}"
     for path in options.models:
         if path.endswith(".gguf"):
-            command, environment = llama_command(path, options.llama_cpp, options.port)
+            command, environment = llama_command(path, options)
             with running(command, url, "llama.cpp", environment) as server:
                 each = of_server(server, prompts, options)
             engine, dtype, held = "llama.cpp", "the file's", held_bytes(path)
-            cache_bits = 32 if in_float32(path) else 16
+            memory = serving(folder, engine, options, 32 if in_float32(path) else 16)
         else:
             folder, model = path, None
             each = of_transformers(path, options)
             weights = each["weights"]
-            each["predicted"] = predicted(folder, "transformers", weights, options)
+            each["predicted"] = weights + serving(folder, "transformers", options).beside_weights
             print(row(path, "transformers", options.dtype, each, None), flush=True)
             model = load(path, options)
             if not options.vllm:
                 continue
-            command, environment = vllm_command(options.vllm, path, options.dtype, options.port)
+            memory = serving(folder, "vllm", options)
+            command, environment = vllm_command(path, memory.cache_bytes, options)
             with running(command, url, "vllm", environment) as server:
                 each = of_server(server, prompts, options)
-            engine, dtype, held, cache_bits = "vllm", options.dtype, weights, 16
-        each["predicted"] = predicted(folder, engine, held, options, cache_bits)
+            engine, dtype, held = "vllm", options.dtype, weights
+        each["predicted"] = held + memory.beside_weights
         print(row(path, engine, dtype, each, agreement(model, prompts, each["answers"])), flush=True)
 
 
