@@ -105,6 +105,26 @@ def test_the_prediction_has_the_cache_that_an_engine_reserves(tmp_path: Path) ->
     assert {f"--kv-cache-memory-bytes={cache}", "--max-model-len=512", "--max-num-seqs=4"} <= {*command}
 
 
+@pytest.mark.parametrize(
+    ("dtype", "bits", "flags", "held"),
+    [
+        ("bfloat16", 4, {"avx512f"}, 3),
+        ("bfloat16", 4, {"avx2"}, 1000),
+        ("float32", 4, {"avx512f"}, 1000),
+        ("bfloat16", 8, {"avx512f"}, 1000),
+        ("bfloat16", None, {"avx512f"}, 1000),
+    ],
+)
+def test_codes_that_vllm_keeps_count_as_they_are_stored(
+    dtype: str, bits: int | None, flags: set[str], held: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "processor_flags", lambda: flags)
+    rounded = {"config_groups": {"group_0": {"weights": {"num_bits": bits}}}}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": rounded} if bits else {}))
+    (tmp_path / "model.safetensors").write_bytes(b"123")
+    assert served.held_by_vllm(str(tmp_path), dtype, 1000) == held
+
+
 @needs_gguf
 @pytest.mark.parametrize(("wanted", "error"), [("F32", 0.0), ("Q4_0", 0.2)])
 def test_a_file_in_other_numbers(wanted: str, error: float, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ from typing import Any
 import psutil
 import torch
 
+from lamina.processor_lamina import processor_flags
 from manifests.engines import Engine
 from manifests.fit import Fit
 from pipeline.cost_model.serving_memory import ServingMemory, serving_memory
@@ -200,6 +201,17 @@ def held_bytes(path: str) -> int:
         if tensor.tensor_type.name in REARRANGED and name != looked_up and tensor.shape[1] % 8 == 0
     )
     return Path(path).stat().st_size + int(sum(rearranged))
+
+
+def held_by_vllm(folder: str, dtype: str, decoded: int) -> int:
+    """Return the bytes of a checkpoint's weights in vLLM on a CPU: codes of 4 bits stay where it has a kernel for them
+    (beside bfloat16, with AVX-512); others take as much as transformers' decoded ones."""
+    config = json.loads(Path(folder, "config.json").read_text()).get("quantization_config")
+    groups = config["config_groups"].values() if config else ()
+    kept = dtype == "bfloat16" and "avx512f" in processor_flags()
+    if not groups or not kept or any(group["weights"]["num_bits"] != 4 for group in groups):
+        return decoded
+    return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
 
 
 def question_ids(tokenizer: Any, question: str) -> list[int]:
@@ -398,7 +410,7 @@ def main() -> None:
             command, environment = vllm_command(path, memory.cache_bytes, options)
             with running(command, url, "vllm", environment) as server:
                 each = of_server(server, prompts, options)
-            engine, dtype, held = "vllm", options.dtype, weights
+            engine, dtype, held = "vllm", options.dtype, held_by_vllm(folder, options.dtype, weights)
         each["predicted"] = held + memory.beside_weights
         print(row(path, engine, dtype, each, agreement(model, prompts, each["answers"])), flush=True)
 
