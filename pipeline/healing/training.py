@@ -224,7 +224,7 @@ class Trainer:
     def _evaluate(self) -> None:
         """Measure the divergence on the held-out windows, with the weights as they would be stored; keep the best."""
         step, curve, best = self.progress.step, self.progress.curve, self.progress.best
-        with self.student.rounded(), torch.no_grad():
+        with self.student.rounded(), self.student.head_products(), torch.no_grad():
             divergence = self._held_out_divergence()
             if not math.isfinite(divergence):
                 self._refuse_weights()
