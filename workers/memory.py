@@ -12,6 +12,7 @@ MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # of glibc's mallopt
 MAPPED_BYTES = 4 * 2**20
 TRIMMED_BYTES = 64 * 2**20
 CACHED_KERNELS = 256  # room for a layer and its draft; with the default, 1024, those of many layers add up
+TRAINING_KERNELS = 4096  # of all layers at once: each step of a training needs them again
 KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")  # of oneDNN, and of torch above it
 _LIBRARY = ctypes.CDLL(None)
 
@@ -31,14 +32,16 @@ def map_large_tensors() -> None:
         mallopt(TRIM_THRESHOLD, TRIMMED_BYTES)  # with the default of 128 KiB, the heap would constantly grow and shrink
 
 
-def bound_kernel_caches() -> None:
+def bound_kernel_caches(kernels: int = CACHED_KERNELS) -> None:
     """Limit the kernels that a CPU's products in half precision leave in memory: oneDNN compiles one for each shape.
 
     Call it before the process's first product. A kernel takes 0.65 MB, and each layer has its own ranks: with torch's
-    limit of 1,024 kernels, a pass through 30 layers of SmolLM2-135M held 0.6 GB of them. Limits of the user stay.
+    limit of 1,024 kernels, a pass through 30 layers of SmolLM2-135M held 0.6 GB of them. Limits of the user stay, and
+    those of an earlier call. A training that has no room for its kernels compiles them again in each step, which then
+    takes 1.6 times as long (the same model).
     """
     for name in KERNEL_CACHES:
-        os.environ.setdefault(name, str(CACHED_KERNELS))
+        os.environ.setdefault(name, str(kernels))
 
 
 def return_freed_pages() -> None:

@@ -30,6 +30,7 @@ from manifests.schema import Workers
 from stores.backend import Storage
 from workers.cluster import whole_room
 from workers.device_settings import configure_device
+from workers.memory import TRAINING_KERNELS, bound_kernel_caches
 
 if TYPE_CHECKING:
     from pipeline.healing.training_process import TrainingJournal, TrainingTask
@@ -203,6 +204,7 @@ def _process(config: dict[str, Any]) -> None:
     from pipeline.healing.training_process import train  # imports lamina
 
     mailbox, task = config["mailbox"], config["task"]
+    bound_kernel_caches(TRAINING_KERNELS)
     configure_device(float(task.use_gpu))
     if ray.get(mailbox.has_ended.remote()):
         return  # another process has ended the training

@@ -44,6 +44,7 @@ from stores.run_directory import RunDirectory
 from stores.statistics import StatisticsStore
 from stores.storage import open_storage
 from workers.config import WorkerConfig
+from workers.memory import TRAINING_KERNELS, bound_kernel_caches
 from workers.pools import worker_pool
 
 T = TypeVar("T")
@@ -259,6 +260,8 @@ def job_workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[JobWorkers]:
     always += teacher_arrays(job.ledger)
     catch_signals(job.stop)
     setup = worker_config(job, tokens)
+    if job.in_process and job.manifest.heal is not None:
+        bound_kernel_caches(TRAINING_KERNELS)  # for this process trains, too
     with (
         worker_pool(setup, job.manifest.workers, job.stop, job.observer.say, job.in_process) as pool,
         heartbeat.attending(pool),
