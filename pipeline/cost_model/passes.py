@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from manifests.schema import Manifest
+from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.cost_model.rates import Rates
 from pipeline.driver.in_flight import layers_ahead
-from pipeline.driver.job_spec import passes_of, solves_in_pass
-from pipeline.families.geometry import Geometry
-from pipeline.methods.method import Task
-from pipeline.methods.registry import build_methods, predict_tasks
+from pipeline.driver.job_spec import solves_in_pass
 from pipeline.units.sharding import held_out_windows
 
 
@@ -92,14 +88,13 @@ class PlannedPasses:
         return self.cached and self.nodes(rates) == 1
 
 
-def planned_passes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> PlannedPasses:
+def planned_passes(job: PlannedJob) -> PlannedPasses:
     """Return the passes of a job."""
-    calibration, methods = manifest.calibration, build_methods(manifest)
-    passes = passes_of(manifest, methods, tasks, geometry.hidden)
+    manifest, geometry, passes = job.manifest, job.geometry, job.passes
+    calibration = manifest.calibration
     shards = passes.shards if calibration else geometry.num_layers
     samples, length = (calibration.samples, calibration.sequence_length) if calibration else (1, 1)
     compressed = passes.propagate == "compressed"
-    waits = bool(passes.scores or predict_tasks(methods, geometry))
     return PlannedPasses(
         geometry.num_layers,
         shards,
@@ -109,13 +104,7 @@ def planned_passes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]
         every=manifest.resume.every if isinstance(manifest.resume.every, int) else 0,
         gradient_shards=max(1, len(passes.gradient_shards)),
         held_out_shards=max(1, min(shards, held_out_windows(samples, samples, length))),
-        in_pass=solves_in_pass(passes.propagate, tasks, ranks_wait=waits),
+        in_pass=solves_in_pass(passes.propagate, job.tasks, ranks_wait=bool(passes.scores or job.predicted)),
         keep_statistics=passes.keep_statistics,
         joined=calibration is not None and geometry.streams(manifest.workers.experts),
     )
-
-
-def gradient_tokens(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> int:
-    """Return the number of tokens in the backward pass; 0 without gradients."""
-    length = manifest.calibration.sequence_length if manifest.calibration else 0
-    return passes_of(manifest, (), tasks, geometry.hidden).gradient_samples * length

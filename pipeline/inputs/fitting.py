@@ -154,7 +154,7 @@ def _unheld_by_llama_cpp(fit: Fit, manifest: Manifest, geometry: Geometry) -> It
 
 def _outside(manifest: Manifest, geometry: Geometry, source_bytes: int) -> int:
     """Return the bytes of OUTPUT's tensors outside of the budget's scope."""
-    beyond = max(0, source_bytes - geometry.model_bytes()) + untied_head(manifest, geometry).num_bytes
+    beyond = max(0, source_bytes - geometry.model_bytes()) + untied_head(build_methods(manifest), geometry).num_bytes
     return beyond + geometry.model_bytes() - _scope_bytes(manifest, geometry)
 
 

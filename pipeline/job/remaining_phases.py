@@ -44,7 +44,7 @@ def job_eta(job: JobContext, rates: Rates) -> Eta:
     """Return the phases ahead of a job that begins or resumes. A search for a size is counted as `TRIED` sizes,
     each with its phases. For a sweep see `pipeline.sweeping.sweep_plan.sweep_eta`."""
     inputs, manifest = job.inputs, job.manifest
-    prices = prices_of(manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize, rates, job.plan.kept)
+    prices = prices_of(inputs.planned, inputs.dtype.itemsize, rates, job.plan.kept)
     alone = prices.of_layers_alone(rounds=not manifest.measures_unrounded)
     seconds = job_seconds(manifest, inputs.geometry, prices, job.evaluation.ids.shape if job.evaluation else ())
     remaining = _Remaining(job, prices.passes, seconds, phase_seconds(alone))

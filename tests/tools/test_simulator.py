@@ -10,13 +10,13 @@ import pytest
 
 from pipeline.cost_model.passes import PlannedPasses
 from pipeline.cost_model.phases import object_store_bytes, pair_seconds, phase_seconds
+from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.cost_model.prices import START_SECONDS, Prices
 from pipeline.cost_model.rates import Rates, rates_of
 from pipeline.cost_model.solve_work import solve_seconds
 from pipeline.cost_model.work import LayerWork, layer_work
 from pipeline.driver.job_spec import Job
 from pipeline.methods.method import Moment
-from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.methods.work import Work
 from pipeline.units.sums import Collect
 from pipeline.units.units import Forward, Unit
@@ -446,7 +446,7 @@ def test_a_sample_has_no_more_tokens_than_there_are() -> None:
             "propagate": "dense",
         }
         job, small = manifest(keep=0.8, calibration=given, methods=[entry]), llama("gqa")
-        work = layer_work(job, small, claim_tasks(build_methods(job), small), 2)
+        work = layer_work(PlannedJob.of(job, small), 2)
         found[samples] = sum(solve.sampled for solve in work.solves)
     assert found[256] == pytest.approx(64 * found[4])
     assert found[4] > 0

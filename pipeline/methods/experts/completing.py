@@ -37,8 +37,7 @@ def sample_of_others(block: MLPBlock) -> Moment:
 
 def samples_of_others(layer: LayerGeometry) -> set[Moment]:
     """Return these samples of a layer, which only complete moments."""
-    unlike = {(block.passing, block.width): block for block in layer.experts}
-    return {sample_of_others(block) for block in unlike.values()}
+    return {sample_of_others(block) for block in layer.unlike_experts}
 
 
 def own_experts(task: Task, layer: LayerGeometry) -> list[MLPBlock]:
