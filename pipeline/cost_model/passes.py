@@ -71,6 +71,11 @@ class PlannedPasses:
         return self.compressed or self.in_pass
 
     @property
+    def commits(self) -> int:
+        """Return the number of layers whose hidden states are committed in a pass; 0 if commits are not counted."""
+        return (self.layers - 1) // self.every if self.every else 0
+
+    @property
     def rounds(self) -> float:
         """Return the busiest worker's share of all shards."""
         return self.rounds_of(self.shards)

@@ -304,6 +304,28 @@ def test_the_closed_form_of_small_jobs() -> None:
         assert sum(phase_seconds(Prices(WORK, RATES, passes)).values()) == pytest.approx(found.seconds, rel=0.06)
 
 
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("hidden_bytes", "link", "within"), [(400, 50, 0.06), (40_000, 5000, 0.12)])
+def test_the_closed_form_waits_where_hidden_states_are_committed(
+    hidden_bytes: int, link: float, within: float, every: int
+) -> None:
+    """A node's workers share its disk, for 0.4 s or for 40 s, before which the first shards' computing is not counted;
+    a dense pass then waits until its sums are stored."""
+    work, rates = replace(WORK, hidden_bytes=hidden_bytes), replace(RATES, commit_s=0.5, link=link)
+    for passes, most in (
+        (PlannedPasses(9, 4, 2, 0, False, in_pass=True, every=every), 0.83),
+        (PlannedPasses(9, 4, 1, 0, False, every=every), 0.91),
+        (PlannedPasses(9, 4, 2, 0, False, every=every), 0.76),
+        (PlannedPasses(9, 4, 2, 4, True, every=every), 0.98),
+        (PlannedPasses(9, 4, 2, 2, True, every=every), 0.98),
+    ):
+        prices = Prices(work, rates, passes)
+        found = simulate(job_of(passes, every=every), prices)
+        assert sum(phase_seconds(prices).values()) == pytest.approx(found.seconds, rel=within)
+        without = replace(prices, passes=replace(passes, every=0))
+        assert sum(phase_seconds(without).values()) < most * found.seconds
+
+
 def predicted(workers: int, propagate: str = "dense", layers: int = 8, **entry: Any) -> tuple[Simulated, Prices]:
     """Return the simulated job of a 70B model of fewer layers on H200, and its prices."""
     shape = geometry("70B")
