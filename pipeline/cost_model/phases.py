@@ -106,8 +106,11 @@ def _dense_phases(prices: Prices) -> dict[str, float]:
     each = max(statistics, collecting, adding, network, latency, on_disk)
     passing = layers * each
     if passes.stores:  # otherwise layers are solved before their inputs are dropped, and commits are rare
-        reducing = collecting + adding + storing
-        passing += passes.commits * _commit_wait(prices, each, statistics, work.hidden_bytes, reducing)
+        size, reducing = (
+            work.hidden_bytes + work.gradient_input_bytes + work.sample_bytes,
+            collecting + adding + storing,
+        )
+        passing += passes.commits * _commit_wait(prices, each, statistics, size, reducing)
     solves, waiting = [solve_seconds(solve, rates) for solve in work.solves], prices.moment_wait_seconds()
     solving = _spread([seconds + waiting for seconds in solves for _ in range(layers)], passes.workers)
     writing = prices.write_seconds() / nodes
