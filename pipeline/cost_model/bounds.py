@@ -28,7 +28,7 @@ class Size:
 def size_bound(job: PlannedJob, source_bytes: int) -> Size:
     """Return the largest size of a job's checkpoint. `source_bytes`: bytes with unused tensors."""
     geometry, numbers = job.geometry, _most_numbers(job)
-    beyond, head = max(0, source_bytes - geometry.model_bytes()), untied_head(job.methods, geometry)
+    beyond, head = max(0, source_bytes - geometry.model_bytes()), added_head(job.methods, geometry)
     if bounded_by(job) == "budget.bytes":
         budget = job.manifest.budget
         assert budget is not None
@@ -38,7 +38,7 @@ def size_bound(job: PlannedJob, source_bytes: int) -> Size:
     return Size(numbers + head.numbers, most + head.num_bytes)
 
 
-def untied_head(methods: Methods, geometry: Geometry) -> Size:
+def added_head(methods: Methods, geometry: Geometry) -> Size:
     """Return the size of the untied output embedding of a checkpoint with its own class; 0 if nothing is added."""
     if not (geometry.tied and any(method.own_class for method in methods)):
         return Size(0, 0)

@@ -28,7 +28,7 @@ from pipeline.inputs.sources import describe_dense
 from pipeline.inputs.unread_tensors import unread_remarks
 from pipeline.kernels.checks import all_finite
 from pipeline.methods.base import Method
-from pipeline.methods.experts.completing import with_samples
+from pipeline.methods.experts.completing import with_samples_of_others
 from pipeline.methods.method import Scores, Task
 from pipeline.methods.registry import (
     allocate_ranks,
@@ -85,6 +85,11 @@ class Inputs:
     def planned(self) -> PlannedJob:
         """The job as the cost model reads it."""
         return PlannedJob(self.manifest, self.geometry, self.methods, self.tasks)
+
+    @property
+    def claimed_layers(self) -> list[int]:
+        """The layers that have a task, ascending."""
+        return [layer.index for layer, _ in self.planned.claimed]
 
     @property
     def passes(self) -> CalibrationPasses:
@@ -237,7 +242,7 @@ def fit_methods(manifest: Manifest, geometry: Geometry) -> tuple[tuple[Method[An
     _check_held_experts(manifest, geometry, tasks)
     if manifest.quantize is not None:
         tasks = rounded_tasks(tasks, manifest, geometry)
-    tasks = with_samples(tasks, geometry)
+    tasks = with_samples_of_others(tasks, geometry)
     allocate_ranks(manifest, methods, geometry, Scores(dict.fromkeys(range(geometry.num_layers), 1.0)))
     field = _measures_sizes(manifest)
     if field and (fault := _predicted_loss_fault(field, PlannedJob(manifest, geometry, methods, tasks))):

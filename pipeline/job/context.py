@@ -35,7 +35,7 @@ from pipeline.inputs.fingerprint import job_fingerprint
 from pipeline.inputs.healing_text import HealingTokens, calibration_as_text, read_healing_text
 from pipeline.inputs.job_inputs import MEASURE_LAYERS, Inputs, check_copied, measuring_layers, read_inputs
 from pipeline.job.ledger_entries import check_entries
-from pipeline.methods.registry import allocate_ranks, layers_of, measure_tasks, predict_tasks
+from pipeline.methods.registry import allocate_ranks, measure_tasks, predict_tasks
 from pipeline.methods.text_sources import NO_SOURCES, TextSources
 from pipeline.rounding.tasks import with_moments
 from stores.ledger import Ledger
@@ -358,7 +358,7 @@ def begin(job: JobContext, finished: bool) -> None:
 
 
 def _report_progress(job: JobContext) -> None:
-    claimed = len(layers_of(job.inputs.tasks))
+    claimed = len(job.inputs.claimed_layers)
     passed, compressed = (len(job.ledger.keys(kind)) for kind in ("dense/", "layer/"))
     if compressed:
         job.observer.say(f"resuming at layer {min(compressed + 1, claimed)} of {claimed} to compress")

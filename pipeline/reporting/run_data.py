@@ -23,7 +23,7 @@ from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.driver.ledger_keys import COMPLETE, HEALED, HEALING, RANKS
 from pipeline.families.geometry import Geometry
 from pipeline.families.registry import geometry_of, standard_config
-from pipeline.methods.experts.completing import with_samples
+from pipeline.methods.experts.completing import with_samples_of_others
 from pipeline.methods.method import Task, task_key
 from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.reporting.unit_log import SUFFIX
@@ -85,7 +85,7 @@ class Run:
         """The tasks of the manifest."""
         tasks = claim_tasks(build_methods(self.manifest), self.geometry)
         rounded = tasks if self.manifest.quantize is None else rounded_tasks(tasks, self.manifest, self.geometry)
-        return with_samples(rounded, self.geometry)
+        return with_samples_of_others(rounded, self.geometry)
 
     @cached_property
     def plan(self) -> Plan:
