@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,9 @@ from stores.activations import ActivationStore
 from stores.ledger import Ledger
 from tests import factories
 from tests.end_to_end.children import Child, Hook
-from tests.end_to_end.jobs import Job, command, file_digests, weight_digests
+from tests.end_to_end.jobs import Job, MakeJob, command, file_digests, weight_digests
 
 LAYERS = 3  # of the fixture `llama`
-MakeJob = Callable[..., Job]
 LIMIT = 0.05
 WITHIN: dict[str, Any] = {
     "methods": [{"method": "loss_aware"}],
