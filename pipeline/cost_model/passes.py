@@ -25,6 +25,7 @@ class PlannedPasses:
         joined: held-out text passes the dense model together with both texts, before all other passes.
         every: layers between two commits of hidden states; 0: unknown, or so many that commits are cheap.
         gradient_shards, held_out_shards: shards of the backward pass's samples, and of held-out text.
+        local_gradients: gradients are random at each layer's output, so that none are committed.
     """
 
     layers: int
@@ -39,6 +40,7 @@ class PlannedPasses:
     in_pass: bool = False
     keep_statistics: bool = True
     joined: bool = False
+    local_gradients: bool = False
 
     @property
     def stores(self) -> bool:
@@ -108,6 +110,7 @@ def planned_passes(job: PlannedJob) -> PlannedPasses:
         compressed,
         every=manifest.resume.every if isinstance(manifest.resume.every, int) else 0,
         gradient_shards=max(1, len(passes.gradient_shards)),
+        local_gradients=passes.gradient == "local",
         held_out_shards=max(1, min(shards, held_out_windows(samples, samples, length))),
         in_pass=solves_in_pass(passes.propagate, job.tasks, ranks_wait=bool(passes.scores or job.predicted)),
         keep_statistics=passes.keep_statistics,

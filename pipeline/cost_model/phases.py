@@ -136,7 +136,7 @@ def _gradient_seconds(prices: Prices) -> float:
     each = max(computing, reading + storing / passes.nodes(rates), collecting, adding, latency)
     busy = computing + rates.commit_s * passes.gradient_shards * passes.rounds_of(passes.gradient_shards)
     wait = _commit_wait(prices, each, busy, work.gradient_input_bytes, collecting + adding + storing)
-    return passes.layers * each + passes.commits * wait
+    return passes.layers * each + (0 if passes.local_gradients else passes.commits * wait)
 
 
 def _commit_wait(prices: Prices, each: float, busy: float, size: float, reducing: float = 0.0) -> float:

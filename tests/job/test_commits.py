@@ -16,7 +16,7 @@ from pipeline.cost_model.commits import REPEATED_SECONDS, committed_bytes, commi
 from pipeline.cost_model.passes import PlannedPasses
 from pipeline.cost_model.phases import phase_seconds
 from pipeline.cost_model.planned_job import PlannedJob
-from pipeline.cost_model.prices import Prices
+from pipeline.cost_model.prices import Prices, prices_of
 from pipeline.cost_model.rates import Rates, rates_of
 from pipeline.cost_model.work import layer_work
 from pipeline.driver.ledger_keys import SCHEDULE
@@ -68,6 +68,15 @@ def test_the_quickest_pass_decides() -> None:
     assert committed_bytes(never, 8) == 9 * hidden_bytes  # before layers 8, 16, … 72
     assert committed_bytes(some, 8) == 9 * hidden_bytes * 5 // 4
     assert committed_bytes(some, 80) == 0
+
+
+@pytest.mark.parametrize("kind", ["model", "local"])
+def test_only_gradients_of_the_model_are_committed(kind: str) -> None:
+    text = {**TEXT, "propagate": "dense", "gradient": {"kind": kind}}
+    job = manifest({"method": "loss_aware"}, keep=0.8, calibration=text, resume={"every": 1})
+    prices = prices_of(PlannedJob.of(job, llama("gqa", **LARGE)), 2, rates_of("H200"))
+    never = replace(prices, passes=replace(prices.passes, every=0))
+    assert (phase_seconds(prices)["gradient"] > phase_seconds(never)["gradient"]) == (kind == "model")
 
 
 def job_of(ledger: Ledger, every: int | str, said: list[str], **fields: Any) -> Any:
