@@ -15,13 +15,13 @@ from manifests.loading import parse_manifest
 from manifests.schema import Manifest
 from pipeline.cost_model.commits import layers_per_commit
 from pipeline.cost_model.phases import phase_seconds
+from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.cost_model.prices import Prices, prices_of
 from pipeline.cost_model.rates import Rates, rates_of
-from pipeline.driver.job_spec import Job, passes_of
+from pipeline.driver.job_spec import Job
 from pipeline.families.geometry import Geometry
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.job.context import job_spec
-from pipeline.methods.registry import build_methods, claim_tasks
 from tools.simulator.pool import Failure
 from tools.simulator.simulator import Simulated, simulate
 
@@ -53,8 +53,7 @@ def manifest_of(propagate: str, keep: bool | None = None, **entry: Any) -> Manif
 
 def prices_for(manifest: Manifest, shape: Geometry, rates: Rates) -> Prices:
     """Return the prices of a job that keeps 0.8 of a model's numbers."""
-    tasks = claim_tasks(build_methods(manifest), shape)
-    return prices_of(manifest, shape, tasks, ITEMSIZE, rates, keep=0.8)
+    return prices_of(PlannedJob.of(manifest, shape), ITEMSIZE, rates, keep=0.8)
 
 
 def predict(
@@ -80,10 +79,9 @@ def predict(
 
 def job_of(manifest: Manifest, geometry: Geometry, every: int) -> Job:
     """Return the job as its driver sees it. All its ranks are 1. `every`: as `Job.every`."""
-    methods = build_methods(manifest)
-    tasks = claim_tasks(methods, geometry)
-    spec = job_spec(manifest, methods, geometry, tasks, passes_of(manifest, methods, tasks, geometry.hidden))
-    return replace(spec, every=every, allocate=lambda _: {task.key: {"rank": 1} for task in tasks})
+    planned = PlannedJob.of(manifest, geometry)
+    spec = job_spec(planned)
+    return replace(spec, every=every, allocate=lambda _: {task.key: {"rank": 1} for task in planned.tasks})
 
 
 def rows(rates: Rates, failures_s: Sequence[float] = ()) -> Iterator[str]:

@@ -10,14 +10,20 @@ from typing import Protocol
 from pipeline.units.reads import ReadLayer
 from pipeline.units.scores import Score, WindowForward, shards_per_worker
 from pipeline.units.sums import Add, Collect
-from pipeline.units.units import ConcurrentUnit, ShardUnit, Unit
+from pipeline.units.units import Backward, ConcurrentUnit, ShardUnit, Unit
 
-Shard = tuple[str, int]  # the model being scored, or "" for calibration samples; the number of the shard
+GRADIENTS = "gradients"
+Shard = tuple[str, int]  # the model being scored, "" for calibration samples or `GRADIENTS`; the number of the shard
 
 
 def shard_of(unit: ShardUnit) -> Shard:
-    """Return the shard whose hidden states the worker of this unit holds afterwards."""
-    return (unit.model if isinstance(unit, WindowForward | Score) else "", unit.shard)
+    """Return the shard whose hidden states or gradients the worker of this unit holds afterwards.
+
+    A backward pass reads stored inputs, so that its few shards are spread over all workers, whoever held their hidden
+    states.
+    """
+    model = unit.model if isinstance(unit, WindowForward | Score) else GRADIENTS if isinstance(unit, Backward) else ""
+    return model, unit.shard
 
 
 class Holder(Protocol):

@@ -37,7 +37,7 @@ from pipeline.inputs.checkpoints import linear_modules
 from pipeline.inputs.job_inputs import Inputs
 from pipeline.inputs.source_dtypes import FIELD as SOURCE_DTYPES
 from pipeline.inputs.source_dtypes import unstored_dtypes
-from pipeline.methods.registry import config_fields, layers_of
+from pipeline.methods.registry import config_fields
 from pipeline.rounding.schemes import WEIGHT, rounding_fields
 from stores.checkpoint import (
     copy_shard,
@@ -73,7 +73,7 @@ class ShardPlan:
 
 def plan_shards(inputs: Inputs) -> tuple[ShardPlan, ...]:
     """Plan a shard for each claimed layer, for the other tensors of each source file, and for an untied head."""
-    layers, claimed = layers_of(inputs.tasks), claimed_tensors(inputs)
+    layers, claimed = inputs.claimed_layers, claimed_tensors(inputs)
     prefixes = tuple(inputs.geometry.layers[layer].prefix for layer in layers)
     rest: dict[str, list[str]] = {}
     for name, record in inputs.source.tensors.items():
@@ -185,7 +185,7 @@ class Assembler:
     def _entry(self, layer: int) -> LayerEntry | None:
         """Return the ledger entry of a layer, or None if no task claims it. Raises CorruptError if it is lost."""
         entry = self.journal.get(layer_key(layer))
-        if entry is None and any(task.layer == layer for task in self.inputs.tasks):
+        if entry is None and layer in self.inputs.claimed_layers:
             raise CorruptError(
                 f"{self.run_dir.at()}: the ledger no longer holds layer {layer}; was a mount lost? Mount it again, "
                 "then run the same command again",

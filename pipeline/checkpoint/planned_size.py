@@ -19,7 +19,7 @@ from pipeline.cost_model.bounds import Size
 from pipeline.cost_model.estimate import Plan, make_plan
 from pipeline.inputs.job_inputs import Inputs
 from pipeline.methods.method import Scores, Solution, Task, stored_dtype
-from pipeline.methods.registry import allocate_ranks, measure_tasks, predict_tasks, task_groups
+from pipeline.methods.registry import allocate_ranks, measure_tasks, predict_tasks
 from pipeline.rounding.schemes import LEVELS, SCALE, WEIGHT, packed_dtype, packed_shapes
 from pipeline.rounding.solutions import fitting_group, rounded_matrices
 from stores.formats import keeps
@@ -35,8 +35,7 @@ def plan_of(inputs: Inputs) -> Plan:
 
 def bounded_plan(inputs: Inputs, size: Size | None = None) -> Plan:
     """Return a plan with the checkpoint's `size`, or an upper bound on it."""
-    itemsize, source_bytes = inputs.dtype.itemsize, inputs.source_bytes
-    return make_plan(inputs.manifest, inputs.geometry, inputs.tasks, itemsize, source_bytes, size)
+    return make_plan(inputs.planned, inputs.dtype.itemsize, inputs.source_bytes, size)
 
 
 def planned_size(inputs: Inputs) -> Size | None:
@@ -47,7 +46,7 @@ def planned_size(inputs: Inputs) -> Size | None:
     ranks, claimed = known_ranks(inputs), claimed_tensors(inputs)
     if ranks is None or claimed.keys() & inputs.source.stored_bytes().keys():  # unchanged weights keep their format
         return None
-    groups = task_groups(inputs.methods, inputs.geometry)
+    groups = inputs.planned.groups
     forms = {task: groups[task.key].forms(ranks[task.key]) for task in inputs.tasks}
     known = {task: each for task, each in forms.items() if each is not None}
     if len(known) < len(forms):

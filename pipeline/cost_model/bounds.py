@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from manifests.quantize import OUTER_BITS, OUTER_ROLES, Quantize
-from manifests.schema import Manifest
+from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.method import Task
-from pipeline.methods.registry import build_methods, saved_numbers
+from pipeline.methods.registry import Methods, saved_numbers
 from pipeline.methods.rounded_size import rounding_overhead
 
 MOST_BITS = 8  # the largest choice of bits
@@ -25,44 +25,44 @@ class Size:
     num_bytes: int
 
 
-def size_bound(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], source_bytes: int) -> Size:
-    """Return the largest size of a checkpoint of the manifest. `source_bytes`: bytes with unused tensors."""
-    numbers = _most_numbers(manifest, geometry)
-    beyond, head = max(0, source_bytes - geometry.model_bytes()), untied_head(manifest, geometry)
-    if bounded_by(manifest) == "budget.bytes":
-        assert manifest.budget is not None
-        scope = geometry.scope_bytes(manifest.budget.scope)
-        most = beyond + geometry.model_bytes() - math.floor((1 - manifest.budget.share) * scope)
+def size_bound(job: PlannedJob, source_bytes: int) -> Size:
+    """Return the largest size of a job's checkpoint. `source_bytes`: bytes with unused tensors."""
+    geometry, numbers = job.geometry, _most_numbers(job)
+    beyond, head = max(0, source_bytes - geometry.model_bytes()), added_head(job.methods, geometry)
+    if bounded_by(job) == "budget.bytes":
+        budget = job.manifest.budget
+        assert budget is not None
+        most = beyond + geometry.model_bytes() - math.floor((1 - budget.share) * geometry.scope_bytes(budget.scope))
         return Size(numbers + head.numbers, most + head.num_bytes)
-    most = beyond + _most_bytes(manifest, geometry, tasks, numbers)
+    most = beyond + _most_bytes(job, numbers)
     return Size(numbers + head.numbers, most + head.num_bytes)
 
 
-def untied_head(manifest: Manifest, geometry: Geometry) -> Size:
+def added_head(methods: Methods, geometry: Geometry) -> Size:
     """Return the size of the untied output embedding of a checkpoint with its own class; 0 if nothing is added."""
-    if not (geometry.tied and any(method.own_class for method in build_methods(manifest))):
+    if not (geometry.tied and any(method.own_class for method in methods)):
         return Size(0, 0)
     name, shape = geometry.outer[0]
     return Size(math.prod(shape), math.prod(shape) * dict(geometry.outer_bits).get(name, geometry.bits) // 8)
 
 
-def bounded_by(manifest: Manifest) -> str:
+def bounded_by(job: PlannedJob) -> str:
     """Return the manifest field that bounds the size."""
-    budget = manifest.budget
-    fields = () if budget is None or _ignores_budget(manifest) else ("keep", "bytes", "max_loss")
+    budget = job.manifest.budget
+    fields = () if budget is None or _ignores_budget(job.methods) else ("keep", "bytes", "max_loss")
     return next((f"budget.{name}" for name in fields if getattr(budget, name) is not None), "methods")
 
 
-def _ignores_budget(manifest: Manifest) -> bool:
+def _ignores_budget(methods: Methods) -> bool:
     """Return True if every entry has its own size."""
-    return all(method.fixed_ranks or method.keep is not None for method in build_methods(manifest))
+    return all(method.fixed_ranks or method.keep is not None for method in methods)
 
 
-def _most_numbers(manifest: Manifest, geometry: Geometry) -> int:
-    dense = geometry.model_numbers()
-    if manifest.budget is None or _ignores_budget(manifest):
-        return dense - saved_numbers(build_methods(manifest), geometry)
-    return dense - round((1 - manifest.budget.share) * geometry.scope_numbers(manifest.budget.scope))
+def _most_numbers(job: PlannedJob) -> int:
+    dense, budget = job.geometry.model_numbers(), job.manifest.budget
+    if budget is None or _ignores_budget(job.methods):
+        return dense - saved_numbers(job.methods, job.geometry)
+    return dense - round((1 - budget.share) * job.geometry.scope_numbers(budget.scope))
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,10 @@ class _Claimed:
     additional: float
 
 
-def _most_bytes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], numbers: int) -> int:
+def _most_bytes(job: PlannedJob, numbers: int) -> int:
     """Return the largest size in bytes of `numbers` numbers, those with the widest dtypes."""
-    claimed = sorted(_claimed(manifest.quantize, geometry, tasks), key=lambda each: -each.bits)
+    geometry, tasks = job.geometry, job.tasks
+    claimed = sorted(_claimed(job.manifest.quantize, geometry, tasks), key=lambda each: -each.bits)
     dense = sum(each.numbers for each in claimed)
     roles_of: dict[int, tuple[str, ...]] = {}
     for index, roles in _claims(tasks):

@@ -22,7 +22,8 @@ from pipeline.cost_model.memory import (
     solving_bytes,
     worker_peak,
 )
-from pipeline.cost_model.passes import PlannedPasses, gradient_tokens, planned_passes
+from pipeline.cost_model.passes import PlannedPasses, planned_passes
+from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.cost_model.reads import read_phases
 from pipeline.cost_model.refinement_work import settings_of
 from pipeline.cost_model.solve_work import solve_flops, solve_work
@@ -32,7 +33,6 @@ from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.experts.scores import FEW_TOKENS
 from pipeline.methods.method import Moment, Task
-from pipeline.methods.registry import build_methods, layer_moments, layers_of, task_groups
 from pipeline.methods.work import moment_width
 
 DRIVER_BYTES = 600 * 2**20  # the driver's process, with the buffers in which it checks files
@@ -83,34 +83,25 @@ class Plan:
         return asdict(self)
 
 
-def make_plan(
-    manifest: Manifest,
-    geometry: Geometry,
-    tasks: Sequence[Task],
-    itemsize: int,
-    source_bytes: int,
-    size: Size | None = None,
-) -> Plan:
+def make_plan(job: PlannedJob, itemsize: int, source_bytes: int, size: Size | None = None) -> Plan:
     """Plan a job. `itemsize`: bytes of a number in the forward pass. `size`: the checkpoint's exact size, if known."""
-    calibration = manifest.calibration
-    tokens = calibration.samples * calibration.sequence_length if calibration else 0
+    manifest, geometry, tokens, calibration = job.manifest, job.geometry, job.tokens, job.manifest.calibration
     workers = min(manifest.workers.max, calibration.shards) if calibration else manifest.workers.max
-    tasks = [_with_samples_of(task, tokens) for task in tasks]
-    claimed = layers_of(tasks)
-    passes = planned_passes(manifest, geometry, tasks)
+    job = replace(job, tasks=[_with_samples_of(task, tokens) for task in job.tasks])
+    passes = planned_passes(job)
     activations = tokens * geometry.hidden * itemsize
-    statistics = {layer: _statistics_bytes(geometry, tasks, layer) for layer in claimed}
-    bound = "" if size else bounded_by(manifest)
-    size = size or size_bound(manifest, geometry, tasks, source_bytes)
-    host, device = _worker_bytes(manifest, geometry, tasks, passes, itemsize, activations, workers)
-    reads = read_phases(manifest, geometry, tasks, size, source_bytes, passes)
+    statistics = [sum(moment_bytes(moment, layer) for moment in own.moments) for layer, own in job.claimed]
+    bound = "" if size else bounded_by(job)
+    size = size or size_bound(job, source_bytes)
+    host, device = _worker_bytes(job, passes, itemsize, activations, workers)
+    reads = read_phases(job, size, source_bytes, passes)
     models = _stored_models(manifest) * size.num_bytes
     models += max(0, size.numbers * itemsize - size.num_bytes) if manifest.measures_unrounded else 0
-    inputs = gradient_tokens(manifest, geometry, tasks) * geometry.hidden * itemsize * geometry.num_layers
-    forward, moments, solves = _flops(manifest, geometry, tasks, passes, tokens)
+    inputs = job.gradient_tokens * geometry.hidden * itemsize * geometry.num_layers
+    forward, moments, solves = _flops(job, passes)
     return Plan(
         layers=geometry.num_layers,
-        claimed_layers=len(claimed),
+        claimed_layers=len(job.claimed),
         layer_bytes=max(each.num_bytes() for each in geometry.layers),
         source_bytes=source_bytes,
         decoded_bytes=source_bytes + geometry.saved_bytes("model"),
@@ -120,7 +111,7 @@ def make_plan(
         worker_host_bytes=host,
         worker_device_bytes=device,
         driver_peak_bytes=DRIVER_BYTES + (TOKENIZER_BYTES * geometry.vocab if calibration else 0) + tokens * 8,
-        statistics_bytes_per_layer=max(statistics.values(), default=0),
+        statistics_bytes_per_layer=max(statistics, default=0),
         activation_bytes=activations,
         run_dir_bytes=tokens * TOKEN_BYTES
         + _stored_states(manifest, workers) * activations
@@ -139,25 +130,18 @@ def make_plan(
 
 
 def _worker_bytes(
-    manifest: Manifest,
-    geometry: Geometry,
-    tasks: Sequence[Task],
-    passes: PlannedPasses,
-    itemsize: int,
-    activations: int,
-    workers: int,
+    job: PlannedJob, passes: PlannedPasses, itemsize: int, activations: int, workers: int
 ) -> tuple[int, int]:
     """Return a worker's peak of host and of device memory. `activations`: bytes of the hidden states of all samples."""
-    layers = (geometry.layers[layer] for layer in layers_of(tasks))
-    solving = solving_bytes(manifest, geometry, tasks)
-    summed = max((part_bytes(layer, tasks, manifest.workers.experts) for layer in layers), default=0)
+    manifest, geometry, solving = job.manifest, job.geometry, solving_bytes(job)
+    summed = max((part_bytes(layer, own, manifest.workers.experts) for layer, own in job.claimed), default=0)
     if passes.in_pass:  # in memory at the same time: two layers of the pass, and the sums (triangles) of two layers
         solving += sum(layer_bytes(manifest, geometry, itemsize)) + summed
     sliced = geometry.streams(manifest.workers.experts)
     between = activations * (2 * itemsize + max(4, itemsize)) // itemsize if sliced else activations
     held_out, texts = window_bytes(manifest, geometry, workers)
     held = max(between // max(1, workers) + held_out, texts)
-    host, device = worker_peak(manifest, geometry, tasks, itemsize, (summed, solving), held)
+    host, device = worker_peak(job, itemsize, (summed, solving), held)
     if device == 0:
         host += shared_bytes(passes, summed, layer_bytes(manifest, geometry, itemsize)[0])
     if settings_of(manifest):
@@ -174,9 +158,9 @@ def _stored_states(manifest: Manifest, workers: int) -> int:
     return 2 if refined is None else 6 if refined.inputs == "compressed" else 2 + 2 * workers
 
 
-def _stored_statistics(passes: PlannedPasses, by_layer: Mapping[int, int]) -> int:
+def _stored_statistics(passes: PlannedPasses, of_layers: Sequence[int]) -> int:
     """Return the bytes of the moments that are stored at a time: of all layers, or of the largest one."""
-    return sum(by_layer.values()) if passes.stores else max(by_layer.values(), default=0)
+    return sum(of_layers) if passes.stores else max(of_layers, default=0)
 
 
 def _stored_models(manifest: Manifest) -> int:
@@ -185,20 +169,15 @@ def _stored_models(manifest: Manifest) -> int:
     return 2 if refined is not None and refined.inputs == "mixed" else 1
 
 
-def _flops(
-    manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], passes: PlannedPasses, tokens: int
-) -> tuple[float, float, float]:
+def _flops(job: PlannedJob, passes: PlannedPasses) -> tuple[float, float, float]:
     """Return the operations of forward passes, of moments and of solves."""
-    calibration = manifest.calibration
-    sequence = calibration.sequence_length if calibration else 0
-    forwards = (2 if passes.compressed else 1) if any(task.moments for task in tasks) else 0
-    layers = sum(forward_flops(layer, sequence) for layer in geometry.layers)
-    moments = [(layer, moment) for layer in layers_of(tasks) for moment in layer_moments(tasks, layer)]
-    groups = task_groups(build_methods(manifest), geometry)
+    tokens, groups = job.tokens, job.groups
+    forwards = (2 if passes.compressed else 1) if any(task.moments for task in job.tasks) else 0
+    layers = sum(forward_flops(layer, job.sequence) for layer in job.geometry.layers)
     return (
         tokens * (forwards + passes.importance / passes.shards) * layers,
-        float(tokens * sum(_moment_flops(moment, geometry.layers[layer]) for layer, moment in moments)),
-        sum(solve_flops(solve_work(task, groups[task.key], tokens)) for task in tasks if task.key in groups),
+        float(tokens * sum(_moment_flops(moment, layer) for layer, own in job.claimed for moment in own.moments)),
+        sum(solve_flops(solve_work(task, groups[task.key], tokens)) for task in job.tasks if task.key in groups),
     )
 
 
@@ -209,11 +188,6 @@ def _with_samples_of(task: Task, tokens: int) -> Task:
         for moment in task.moments
     ]
     return replace(task, moments=tuple(most))
-
-
-def _statistics_bytes(geometry: Geometry, tasks: Sequence[Task], layer: int) -> int:
-    """Return the bytes of a layer's moments."""
-    return sum(moment_bytes(moment, geometry.layers[layer]) for moment in layer_moments(tasks, layer))
 
 
 def expert_remarks(manifest: Manifest, geometry: Geometry) -> tuple[str, ...]:
@@ -235,9 +209,10 @@ def expert_remarks(manifest: Manifest, geometry: Geometry) -> tuple[str, ...]:
     )
 
 
-def source_remarks(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> tuple[str, ...]:
+def source_remarks(job: PlannedJob) -> tuple[str, ...]:
     """Warn if experts are cut to a share below `ONE_TEXT_KEEP` with the statistics of a single file or dataset."""
-    cut = {task.method for task in tasks if {*task.roles} & geometry.layers[task.layer].routed_roles}
+    manifest = job.manifest
+    cut = {task.method for layer, own in job.claimed for task in own.tasks if layer.routed_roles & {*task.roles}}
     own = [entry.keep for position, entry in enumerate(manifest.methods) if position in cut]
     common = manifest.budget.share if manifest.budget else 1.0
     keep = min((common if share is None else share for share in own), default=1.0)
@@ -252,16 +227,16 @@ def source_remarks(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]
     )
 
 
-def stored_remarks(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> tuple[str, ...]:
+def stored_remarks(job: PlannedJob) -> tuple[str, ...]:
     """Warn if matrices stay in a storage format of the source beside rounded ones, which vLLM does not load."""
-    claimed = {(task.layer, role) for task in tasks for role in task.roles}
+    claimed = {(task.layer, role) for task in job.tasks for role in task.roles}
     kept = {
         role
-        for layer in geometry.layers
+        for layer in job.geometry.layers
         for role in (key.rpartition(".")[0] for key, _, keeps in layer.own_bytes if keeps)
         if (layer.index, role) not in claimed
     }
-    if manifest.quantize is None or not kept:
+    if job.manifest.quantize is None or not kept:
         return ()
     return (
         f"quantize: {', '.join(sorted(kept))} stay in the source's storage format beside rounded matrices; "
@@ -269,15 +244,15 @@ def stored_remarks(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]
     )
 
 
-def rank_remarks(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> tuple[str, ...]:
+def rank_remarks(job: PlannedJob) -> tuple[str, ...]:
     """Warn if a moment has more columns than the calibration text has tokens."""
-    if manifest.calibration is None:
+    if job.manifest.calibration is None:
         return ()
-    samples, length = manifest.calibration.samples, manifest.calibration.sequence_length
+    samples, length = job.manifest.calibration.samples, job.sequence
     widths = (
-        (moment_width(moment, geometry.layers[layer]), moment.point)
-        for layer in layers_of(tasks)
-        for moment in layer_moments(tasks, layer)
+        (moment_width(moment, layer), moment.point)
+        for layer, own in job.claimed
+        for moment in own.moments
         if moment.kind in ("value", "pair") and not moment.diagonal
     )
     width, point = max(widths, default=(0, ""))

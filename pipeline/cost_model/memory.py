@@ -6,11 +6,11 @@ Legend: D hidden, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from manifests.schema import Manifest
 from pipeline.cost_model.completion_work import completion_bytes, without_others
-from pipeline.cost_model.passes import PlannedPasses, gradient_tokens
+from pipeline.cost_model.passes import PlannedPasses
+from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.cost_model.refinement_work import SCORES, VALUE_BYTES, refine_bytes
 from pipeline.cost_model.vocabulary import outer_bytes, pulled_logits_bytes
 from pipeline.cost_model.work import pair_bytes
@@ -20,7 +20,7 @@ from pipeline.kernels.gptq import FED_NUMBERS
 from pipeline.kernels.moments import ROWS_PER_PRODUCT
 from pipeline.methods.experts.removal import REFITTED
 from pipeline.methods.method import Moment, Task
-from pipeline.methods.registry import layer_gradients, layer_moments, layers_of
+from pipeline.methods.registry import LayerTasks
 from pipeline.methods.work import moment_width
 
 DEVICE_PROCESS_BYTES = 2 * 2**30  # additional host memory for CUDA's libraries and context
@@ -34,20 +34,14 @@ SAMPLE_BYTES = 8  # per number of a sample, in addition to the sample, if expert
 CURVE_SAMPLE_BYTES = 4 * (1 + REFITTED)  # the same, if a curve measures refits
 
 
-def worker_peak(
-    manifest: Manifest,
-    geometry: Geometry,
-    tasks: Sequence[Task],
-    itemsize: int,
-    moments: tuple[int, int],
-    activations: int,
-) -> tuple[int, int]:
+def worker_peak(job: PlannedJob, itemsize: int, moments: tuple[int, int], activations: int) -> tuple[int, int]:
     """Return a worker's peak of host and of device memory, at the largest layer. Without a GPU, the latter is 0.
 
     `moments`: bytes of the moments that are summed at a time, and of solving one task. `activations`: bytes of its
     hidden states. With a GPU, host memory holds the process, a layer that is read ahead, hidden states, and a layer's
     reduced moments.
     """
+    manifest, geometry = job.manifest, job.geometry
     calibration = manifest.calibration
     widest = max(block.width for each in geometry.layers for block in each.mlps)
     layer, placed = layer_bytes(manifest, geometry, itemsize)
@@ -61,49 +55,48 @@ def worker_peak(
     # Values of several micro-batches are joined for one product.
     shard = -(-calibration.samples // calibration.shards) * calibration.sequence_length if calibration else 0
     rows = max(batch, min(ROWS_PER_PRODUCT, shard))
-    waiting = (rows - batch) * _summed_features(geometry, tasks) * itemsize
+    waiting = (rows - batch) * _summed_features(job) * itemsize
     product = rows * widest * 4 if statistics else 0  # its rows are scaled first
     embedding = geometry.hidden * geometry.vocab * itemsize if calibration else 0  # beside the first layer
     passing = layer + placed + embedding + statistics + batch * features * 4 + waiting + product
     outside = layer + placed + batch * features * 4 + outer_bytes(manifest, geometry, itemsize, batch)
-    pulling = layer + placed + gradient_bytes(manifest, geometry, tasks, itemsize)
+    pulling = layer + placed + gradient_bytes(job, itemsize)
     computing = max(passing, solving, outside, pulling)
     if manifest.workers.gpus == 0:
         return PROCESS_BYTES + KEPT_BYTES + hidden_states + computing, 0
     return PROCESS_BYTES + KEPT_BYTES + DEVICE_PROCESS_BYTES + hidden_states + layer + statistics, computing
 
 
-def _summed_features(geometry: Geometry, tasks: Sequence[Task]) -> int:
+def _summed_features(job: PlannedJob) -> int:
     """Count the numbers of a token, with even routing, at the points whose values are summed, in the widest layer."""
     each = (
         sum(layer.share(moment.point) * moment.heads * moment_width(moment, layer) for moment in moments)
-        for layer in (geometry.layers[index] for index in layers_of(tasks))
-        if (moments := [moment for moment in layer_moments(tasks, layer.index) if moment.kind == "value"])
+        for layer, own in job.claimed
+        if (moments := [moment for moment in own.moments if moment.kind == "value"])
     )
     return round(max(each, default=0))
 
 
-def gradient_bytes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], itemsize: int) -> int:
+def gradient_bytes(job: PlannedJob, itemsize: int) -> int:
     """Return the memory of the backward pass of a sample beside its layer; 0 without gradients.
 
     It holds the values that a layer's backward pass needs, with the scores of attention, and the tensors to be summed:
     gradients of several samples that wait for one product, and triangles. After the last layer, the head is
     differentiated while these values wait; then two more copies of the scores are needed.
     """
-    asking = [geometry.layers[index] for index in layers_of(tasks) if layer_gradients(tasks, index)]
-    if manifest.calibration is None or not asking:
+    asking = [(layer, own.gradients) for layer, own in job.claimed if own.gradients]
+    if job.manifest.calibration is None or not asking:
         return 0
-    sequence = manifest.calibration.sequence_length
-    tokens = -(-gradient_tokens(manifest, geometry, tasks) // manifest.calibration.shards)
+    sequence = job.sequence
+    tokens = -(-job.gradient_tokens // job.manifest.calibration.shards)
     rows, most = max(sequence, min(ROWS_PER_PRODUCT, tokens)), 0
-    for layer in asking:
-        moments = layer_gradients(tasks, layer.index)
+    for layer, moments in asking:
         waiting = rows * sum(layer.share(each.point) * each.heads * moment_width(each, layer) for each in moments)
         sums = sum(moment_bytes(each, layer) for each in moments) // 2
         widths = sum(block.share * block.width for block in layer.mlps)
         values = sequence * (12 * layer.hidden + 6 * layer.query_features + 5 * widths)
         scores = VALUE_BYTES * layer.query_heads * sequence**2
-        pulled = max((SCORES - 1) * scores, pulled_logits_bytes(manifest, geometry, itemsize))
+        pulled = max((SCORES - 1) * scores, pulled_logits_bytes(job.manifest, job.geometry, itemsize))
         most = max(most, round(VALUE_BYTES * (waiting + values)) + sums + scores + pulled)
     return most
 
@@ -130,32 +123,29 @@ def shared_bytes(passes: PlannedPasses, summed: int, stored: int) -> int:
     return (passes.in_flight * sums + passes.waiting) * summed // 2 + (1 if passes.compressed else 2) * stored
 
 
-def part_bytes(layer: LayerGeometry, tasks: Sequence[Task], experts: int) -> int:
+def part_bytes(layer: LayerGeometry, own: LayerTasks, experts: int) -> int:
     """Return the bytes of the sums that a worker holds at a time: moments of a slice of experts and of points outside
     of experts, or the pairs of one step of a correction."""
     roles = frozenset(layer.held_roles(experts))
     inside = [(block, (block.writer.reads, block.input if block.weighed else "")) for block in layer.mlps]
     held = {point for block, points in inside if roles.issuperset(block.roles) for point in points}
     passing = {point for _, points in inside for point in points} - held
-    moments = (moment for moment in layer_moments(tasks, layer.index) if moment.point not in passing)
-    pairs = {moment for task in tasks if task.layer == layer.index for moment in task.corrections}
+    moments = (moment for moment in own.moments if moment.point not in passing)
+    pairs = {moment for task in own.tasks for moment in task.corrections}
     return max(sum(moment_bytes(moment, layer) for moment in moments), *pair_bytes(sorted(pairs), layer), 0)
 
 
-def solving_bytes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> int:
+def solving_bytes(job: PlannedJob) -> int:
     """Return the memory of the largest solve or training of a layer."""
-    calibration, held = manifest.calibration, manifest.workers.experts
-    tokens = calibration.samples * calibration.sequence_length if calibration else 0
+    manifest, held = job.manifest, job.manifest.workers.experts
     solves = (
-        _streamed_bytes(task, geometry.layers[task.layer], tokens)
-        if geometry.layers[task.layer].num_experts > held and _experts_of(task, geometry.layers[task.layer]) > held
-        else max(
-            solve_bytes(task, geometry.layers[task.layer]),
-            rounding_bytes(manifest, task, geometry.layers[task.layer]),
-        )
-        for task in tasks
+        _streamed_bytes(task, layer, job.tokens)
+        if layer.num_experts > held and _experts_of(task, layer) > held
+        else max(solve_bytes(task, layer), rounding_bytes(manifest, task, layer))
+        for layer, own in job.claimed
+        for task in own.tasks
     )
-    trainings = (refine_bytes(manifest, geometry.layers[layer]) for layer in layers_of(tasks))
+    trainings = (refine_bytes(manifest, layer) for layer, _ in job.claimed)
     return max((*solves, *trainings), default=0)
 
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from manifests.schema import Manifest
+from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.cost_model.rates import Rates
 from pipeline.driver.in_flight import layers_ahead
-from pipeline.driver.job_spec import passes_of, solves_in_pass
-from pipeline.families.geometry import Geometry
-from pipeline.methods.method import Task
-from pipeline.methods.registry import build_methods, predict_tasks
+from pipeline.driver.job_spec import solves_in_pass
 from pipeline.units.sharding import held_out_windows
 
 
@@ -29,6 +25,7 @@ class PlannedPasses:
         joined: held-out text passes the dense model together with both texts, before all other passes.
         every: layers between two commits of hidden states; 0: unknown, or so many that commits are cheap.
         gradient_shards, held_out_shards: shards of the backward pass's samples, and of held-out text.
+        local_gradients: gradients are random at each layer's output, so that none are committed.
     """
 
     layers: int
@@ -43,6 +40,7 @@ class PlannedPasses:
     in_pass: bool = False
     keep_statistics: bool = True
     joined: bool = False
+    local_gradients: bool = False
 
     @property
     def stores(self) -> bool:
@@ -75,6 +73,11 @@ class PlannedPasses:
         return self.compressed or self.in_pass
 
     @property
+    def commits(self) -> int:
+        """Return the number of layers whose hidden states are committed in a pass; 0 if commits are not counted."""
+        return (self.layers - 1) // self.every if self.every else 0
+
+    @property
     def rounds(self) -> float:
         """Return the busiest worker's share of all shards."""
         return self.rounds_of(self.shards)
@@ -92,14 +95,13 @@ class PlannedPasses:
         return self.cached and self.nodes(rates) == 1
 
 
-def planned_passes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> PlannedPasses:
+def planned_passes(job: PlannedJob) -> PlannedPasses:
     """Return the passes of a job."""
-    calibration, methods = manifest.calibration, build_methods(manifest)
-    passes = passes_of(manifest, methods, tasks, geometry.hidden)
+    manifest, geometry, passes = job.manifest, job.geometry, job.passes
+    calibration = manifest.calibration
     shards = passes.shards if calibration else geometry.num_layers
     samples, length = (calibration.samples, calibration.sequence_length) if calibration else (1, 1)
     compressed = passes.propagate == "compressed"
-    waits = bool(passes.scores or predict_tasks(methods, geometry))
     return PlannedPasses(
         geometry.num_layers,
         shards,
@@ -108,14 +110,9 @@ def planned_passes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]
         compressed,
         every=manifest.resume.every if isinstance(manifest.resume.every, int) else 0,
         gradient_shards=max(1, len(passes.gradient_shards)),
+        local_gradients=passes.gradient == "local",
         held_out_shards=max(1, min(shards, held_out_windows(samples, samples, length))),
-        in_pass=solves_in_pass(passes.propagate, tasks, ranks_wait=waits),
+        in_pass=solves_in_pass(passes.propagate, job.tasks, ranks_wait=bool(passes.scores or job.predicted)),
         keep_statistics=passes.keep_statistics,
         joined=calibration is not None and geometry.streams(manifest.workers.experts),
     )
-
-
-def gradient_tokens(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> int:
-    """Return the number of tokens in the backward pass; 0 without gradients."""
-    length = manifest.calibration.sequence_length if manifest.calibration else 0
-    return passes_of(manifest, (), tasks, geometry.hidden).gradient_samples * length

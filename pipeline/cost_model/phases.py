@@ -32,7 +32,7 @@ def phase_seconds(prices: Prices) -> dict[str, float]:
         solving = layers / together * _spread(solves * together, passes.workers)
         phases["solve"] = solving + layers * written * prices.write_seconds()
     if work.gradient_flops:
-        phases["gradient"] = layers * _gradient_layer_seconds(prices)
+        phases["gradient"] = _gradient_seconds(prices)
     if work.curves:
         waiting = prices.moment_wait_seconds()
         curves = _spread([solve_seconds(curve, rates) + waiting for curve in work.curves] * layers, passes.workers)
@@ -74,7 +74,9 @@ def _compressed_phases(prices: Prices) -> dict[str, float]:
     layers = passes.layers
     if passes.importance:
         seconds = prices.importance_seconds() * passes.rounds_of(passes.importance)
-        phases["importance"] = layers * max(seconds, prices.read_seconds(), prices.pass_on_seconds())
+        each = max(seconds, prices.read_seconds(), prices.pass_on_seconds())
+        size = work.hidden_bytes * passes.importance / passes.shards
+        phases["importance"] = layers * each + passes.commits * _commit_wait(prices, each, seconds, size)
     statistics = prices.statistics_seconds() * passes.rounds + prices.grid_seconds()
     phases["statistics"] = layers * max(statistics, prices.read_seconds(shared=False))
     phases["reduce"] = layers * (prices.collect_seconds(work.moment_bytes) + prices.add_seconds(work.moment_bytes))
@@ -82,7 +84,9 @@ def _compressed_phases(prices: Prices) -> dict[str, float]:
     solves = [solve_seconds(solve, prices.rates) + waiting for solve in work.solves]
     phases["solve"] = layers * _spread(solves, passes.workers)
     onward = prices.forward_seconds(packed=True) * passes.rounds
-    phases["propagate"] = (layers - 1) * max(onward, prices.write_seconds())
+    each = max(onward, prices.write_seconds())
+    commits = passes.commits * _commit_wait(prices, each, onward, work.hidden_bytes)
+    phases["propagate"] = (layers - 1) * each + commits
     return phases
 
 
@@ -99,7 +103,14 @@ def _dense_phases(prices: Prices) -> dict[str, float]:
     on_disk = reading + (storing + inputs) / nodes + work.sample_bytes / rates.disk
     latency = (statistics + collecting + adding + storing) / (1 + passes.ahead)  # several layers at once
     network = prices.cross_seconds(work.moment_bytes) + prices.pass_on_seconds()
-    passing = layers * max(statistics, collecting, adding, network, latency, on_disk)
+    each = max(statistics, collecting, adding, network, latency, on_disk)
+    passing = layers * each
+    if passes.stores:  # otherwise layers are solved before their inputs are dropped, and commits are rare
+        size, reducing = (
+            work.hidden_bytes + work.gradient_input_bytes + work.sample_bytes,
+            collecting + adding + storing,
+        )
+        passing += passes.commits * _commit_wait(prices, each, statistics, size, reducing)
     solves, waiting = [solve_seconds(solve, rates) for solve in work.solves], prices.moment_wait_seconds()
     solving = _spread([seconds + waiting for seconds in solves for _ in range(layers)], passes.workers)
     writing = prices.write_seconds() / nodes
@@ -114,15 +125,28 @@ def _dense_phases(prices: Prices) -> dict[str, float]:
     return {"statistics": passing, "solve": solving, "reduce": collecting + adding}
 
 
-def _gradient_layer_seconds(prices: Prices) -> float:
-    """Return the seconds of a layer of the backward pass. Its sums are added and stored while others are computed."""
+def _gradient_seconds(prices: Prices) -> float:
+    """Return the seconds of the backward pass. Sums of a layer are added and stored while others are computed."""
     work, rates, passes = prices.work, prices.rates, prices.passes
     computing = prices.gradient_seconds() * passes.rounds_of(passes.gradient_shards) + prices.gradient_grid_seconds()
     collecting, adding = prices.collect_seconds(work.gradient_bytes), prices.add_seconds(work.gradient_bytes)
     storing = prices.store_seconds(work.gradient_bytes)
     latency = (computing + collecting + adding + storing) / (1 + layers_ahead(passes.workers))
     reading = 0.0 if passes.cached else work.weight_bytes / rates.disk
-    return max(computing, reading + storing / passes.nodes(rates), collecting, adding, latency)
+    each = max(computing, reading + storing / passes.nodes(rates), collecting, adding, latency)
+    busy = computing + rates.commit_s * passes.gradient_shards * passes.rounds_of(passes.gradient_shards)
+    wait = _commit_wait(prices, each, busy, work.gradient_input_bytes, collecting + adding + storing)
+    return passes.layers * each + (0 if passes.local_gradients else passes.commits * wait)
+
+
+def _commit_wait(prices: Prices, each: float, busy: float, size: float, reducing: float = 0.0) -> float:
+    """Return how much longer a layer takes than others, which take `each` seconds, if it commits `size` bytes of hidden
+    states: a node's workers, each `busy` so long, write them to one disk, and then wait until the layer's sums are
+    stored, `reducing`. docs/plan.md#commits."""
+    rates, passes = prices.rates, prices.passes
+    writing = size / passes.nodes(rates) / rates.disk
+    computing = busy + writing / min(passes.workers, rates.workers_per_node)
+    return max(0.0, max(computing, writing) + reducing - each)
 
 
 def _scoring_phases(prices: Prices, solve: float) -> dict[str, float]:

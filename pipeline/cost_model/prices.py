@@ -5,16 +5,13 @@ Plan, remaining time and simulator use these prices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from manifests.schema import Manifest
-from pipeline.cost_model.passes import PlannedPasses, gradient_tokens, planned_passes
+from pipeline.cost_model.passes import PlannedPasses, planned_passes
+from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.cost_model.rates import Rates
 from pipeline.cost_model.refinement_work import UNREFINED
 from pipeline.cost_model.work import LayerWork, layer_work
-from pipeline.families.geometry import Geometry
-from pipeline.methods.method import Task
 from pipeline.units.scores import scorers
 
 START_SECONDS = 5.0  # start of a local Ray and its workers, measured on a CPU
@@ -179,10 +176,6 @@ class Prices:
         return max(size / self.rates.disk, self.cross_seconds(size))
 
 
-def prices_of(
-    manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], itemsize: int, rates: Rates, keep: float = 1.0
-) -> Prices:
+def prices_of(job: PlannedJob, itemsize: int, rates: Rates, keep: float = 1.0) -> Prices:
     """Return the prices of a job. `itemsize`: bytes of a number in the forward pass. `keep`: as in `layer_work`."""
-    tokens = gradient_tokens(manifest, geometry, tasks)
-    work = layer_work(manifest, geometry, tasks, itemsize, tokens, keep)
-    return Prices(work, rates, planned_passes(manifest, geometry, tasks))
+    return Prices(layer_work(job, itemsize, job.gradient_tokens, keep), rates, planned_passes(job))

@@ -9,17 +9,15 @@ stay in the page cache from one phase to the next.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from manifests.schema import Manifest
 from pipeline.cost_model.bounds import Size
 from pipeline.cost_model.passes import PlannedPasses
-from pipeline.families.geometry import Geometry
+from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.base import Group
 from pipeline.methods.method import Moment, Task
-from pipeline.methods.registry import build_methods, layer_gradients, layers_of, predict_tasks, task_groups
 from pipeline.methods.work import moment_width
 from pipeline.units.sharding import expert_parts
 
@@ -27,20 +25,19 @@ TILE = 1024  # rows of a tile of a stored moment, as in `stores.statistics`
 MOMENT_BYTES = 8
 
 
-def read_phases(
-    manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], size: Size, source_bytes: int, passes: PlannedPasses
-) -> dict[str, int]:
+def read_phases(job: PlannedJob, size: Size, source_bytes: int, passes: PlannedPasses) -> dict[str, int]:
     """Return phase -> bytes read, in the order of the phases; phases that read nothing are left out.
 
     `size`: of the checkpoint. Hidden states, files beside the weights, and headers are not counted.
     """
+    manifest, geometry = job.manifest, job.geometry
     model, decoder = geometry.model_bytes(), geometry.decoder_bytes()
-    outer, layers = model - decoder, [geometry.layers[layer] for layer in layers_of(tasks)]
-    copied = {layer.index: layer.stored_bytes() - layer.stored_bytes(_roles(tasks, layer.index)) for layer in layers}
-    rest = model - sum(layer.stored_bytes() for layer in layers)
+    outer = model - decoder
+    copied = sum(layer.stored_bytes() - layer.stored_bytes(_roles(own.tasks)) for layer, own in job.claimed)
+    rest = model - sum(layer.stored_bytes() for layer, _ in job.claimed)
     staged = max(0, size.num_bytes - rest)
-    moments = any(task.moments for task in tasks)
-    phases = {"digests": source_bytes + rest + sum(copied.values())}
+    moments = any(own.moments or own.gradients for _, own in job.claimed)
+    phases = {"digests": source_bytes + rest + copied}
     if manifest.calibration is not None:
         phases |= {"texts": model}
         if passes.importance:
@@ -48,16 +45,14 @@ def read_phases(
         if moments:
             phases["statistics"] = decoder + outer
         if passes.compressed and moments:
-            phases["propagate"] = sum(copied.values())
-    phases["gradient"] = _gradient_bytes(manifest, geometry, tasks) + outer * any(
-        layer_gradients(tasks, layer.index) for layer in layers
-    )
-    phases |= _solving_phases(manifest, geometry, tasks, passes)
-    phases["solve"] += sum(copied.values())
-    steps = {task.layer: len(geometry.layers[task.layer].corrected_points) + 1 for task in tasks if task.corrections}
-    phases["correct"] = 2 * sum(geometry.layers[layer].stored_bytes() * count for layer, count in steps.items())
-    trained = {task.layer for task in tasks if task.refine is not None}
-    phases["refine"] = 2 * sum(geometry.layers[layer].stored_bytes() for layer in trained)
+            phases["propagate"] = copied
+    phases["gradient"] = _gradient_bytes(job) + outer * any(own.gradients for _, own in job.claimed)
+    phases |= _solving_phases(job, passes)
+    phases["solve"] += copied
+    corrected = [layer for layer, own in job.claimed if any(task.corrections for task in own.tasks)]
+    phases["correct"] = 2 * sum(layer.stored_bytes() * (len(layer.corrected_points) + 1) for layer in corrected)
+    trained = [layer for layer, own in job.claimed if any(task.refine for task in own.tasks)]
+    phases["refine"] = 2 * sum(layer.stored_bytes() for layer in trained)
     phases |= {"verify": staged, "compare": model + size.num_bytes}
     if manifest.calibration is not None:
         phases["held-out"] = size.num_bytes + (0 if passes.joined else model)
@@ -69,19 +64,19 @@ def read_phases(
     return {name: amount for name, amount in phases.items() if amount}
 
 
-def _roles(tasks: Iterable[Task], layer: int) -> tuple[str, ...]:
+def _roles(tasks: Iterable[Task]) -> tuple[str, ...]:
     """Return the claimed roles of a layer, each once."""
-    return tuple(dict.fromkeys(role for task in tasks if task.layer == layer for role in task.roles))
+    return tuple(dict.fromkeys(role for task in tasks for role in task.roles))
 
 
-def _gradient_bytes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> int:
+def _gradient_bytes(job: PlannedJob) -> int:
     """Return the bytes of the layers that the backward pass reads.
 
     If the gradient follows from the output of a layer with streamed experts, these pass forwards twice before: all
     samples, and the tokens by which the grids of the last slice are chosen, which leave that slice in memory.
     """
-    asking = [layer for layer in layers_of(tasks) if layer_gradients(tasks, layer)]
-    total = 0
+    manifest, geometry, total = job.manifest, job.geometry, 0
+    asking = [layer.index for layer, own in job.claimed if own.gradients]
     for layer in geometry.layers[asking[0] :] if asking else ():
         slices = len(expert_parts(layer.num_experts, manifest.workers.experts))
         local = manifest.calibration is not None and manifest.calibration.gradient.kind == "local"
@@ -94,19 +89,18 @@ def _experts_bytes(layer: LayerGeometry) -> int:
     return layer.stored_bytes(tuple(role for block in layer.mlps if block.routing for role in block.roles))
 
 
-def _solving_phases(
-    manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], passes: PlannedPasses
-) -> dict[str, int]:
+def _solving_phases(job: PlannedJob, passes: PlannedPasses) -> dict[str, int]:
     """Return the bytes of weights and moments that curves and solves read."""
-    methods, calibration = build_methods(manifest), manifest.calibration
-    tokens = calibration.samples * calibration.sequence_length if calibration else 0
-    predicted, groups = {task.key for task in predict_tasks(methods, geometry)}, task_groups(methods, geometry)
+    tokens, held = job.tokens, job.manifest.workers.experts
     phases = {"curves": 0, "solve": 0}
-    for index in layers_of(tasks):
-        layer, own = geometry.layers[index], [task for task in tasks if task.layer == index]
-        held = manifest.workers.experts
-        for phase, some in (("curves", [task for task in own if task.key in predicted]), ("solve", own)):
-            phases[phase] += sum(_weight_bytes(task, groups.get(task.key), layer, held, tokens, phase) for task in some)
+    for layer, own in job.claimed:
+        for phase, some in (
+            ("curves", [task for task in own.tasks if task.key in job.predicted]),
+            ("solve", own.tasks),
+        ):
+            phases[phase] += sum(
+                _weight_bytes(task, job.groups.get(task.key), layer, held, tokens, phase) for task in some
+            )
             sliced = layer.num_experts > held  # the moments of earlier slices are stored
             if phase == "curves" or sliced or not passes.from_memory:
                 each = {moment for task in some for moment in task.moments}
@@ -122,8 +116,10 @@ def _weight_bytes(
     `group`: None for a task of another point of a sweep, whose weights are counted once.
     """
     whole, visits = layer.stored_bytes(task.roles), None if group is None else group.visits(tokens)
+    if visits is None:
+        return whole
     experts = [block for block in layer.mlps if block.routing and block.roles[0] in task.roles]
-    if len(experts) <= held or visits is None:
+    if len(experts) <= held:
         return whole
     routed = layer.stored_bytes(tuple(role for block in experts for role in block.roles))
     return whole + round(((visits.curve if phase == "curves" else visits.solve) - 1) * routed)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from manifests.quantize import OUTER_ROLES
 from manifests.schema import Manifest
+from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.cost_model.refinement_work import UNREFINED, RefineWork, layer_descent_flops, refine_work
 from pipeline.cost_model.rounding_work import SIZES_TRIED, RoundWork, rounding_work, trials
 from pipeline.cost_model.solve_work import curve_work, solve_work, triangle_numbers
@@ -22,15 +23,7 @@ from pipeline.kernels.moments import ROWS_PER_PRODUCT
 from pipeline.methods.base import Group
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.moments import OUTPUT_GRADIENT
-from pipeline.methods.registry import (
-    build_methods,
-    claim_tasks,
-    layer_gradients,
-    layer_moments,
-    layers_of,
-    predict_tasks,
-    task_groups,
-)
+from pipeline.methods.registry import NO_TASKS
 from pipeline.methods.work import REMOVED_SHARE, Work, moment_width, tried_tokens
 from pipeline.units.sharding import GRID_TOKENS, held_out_windows, importance_shards
 
@@ -111,20 +104,13 @@ class LayerWork:
     gradient_grid_flops: float = 0.0
 
 
-def layer_work(
-    manifest: Manifest,
-    geometry: Geometry,
-    tasks: Sequence[Task],
-    itemsize: int,
-    gradient_tokens: int = 0,
-    keep: float = 1.0,
-) -> LayerWork:
+def layer_work(job: PlannedJob, itemsize: int, gradient_tokens: int = 0, keep: float = 1.0) -> LayerWork:
     """Count the work of the largest claimed layer among those with the most moments, as a model of every layer.
 
     `keep`: the written share of a layer's numbers.
     """
-    busiest = _busiest(manifest, geometry, tasks)
-    layer, moments, tokens, sequence = busiest.layer, busiest.moments, busiest.tokens, busiest.sequence
+    manifest, tokens, sequence, busiest = job.manifest, job.tokens, job.sequence, _busiest(job)
+    layer, moments = busiest.layer, busiest.moments
     forward = forward_flops(layer, sequence)
     packed = forward - 2.0 * (1.0 - keep) * layer.passed_numbers
     skipped = sum(
@@ -167,7 +153,7 @@ def layer_work(
             layer_descent_flops(layer, keep),
             2.0 * layer.hidden**2 if OUTPUT_GRADIENT in busiest.gradients else 0.0,
         ),
-        rounding=rounding_work(tasks, manifest, geometry.layers, 1.0 - REMOVED_SHARE),
+        rounding=rounding_work(job.tasks, manifest, job.geometry.layers, 1.0 - REMOVED_SHARE),
         trials=trials(manifest),
         compare_flops=3.0 * COMPARED_TOKENS * forward_flops(layer, COMPARED_TOKENS),
         held_out_flops=(_held_out_tokens(manifest) * forward, _held_out_tokens(manifest) * packed),
@@ -181,26 +167,14 @@ class _Busiest:
     Attributes:
         moments: without `samples` of values and `gradients`.
         tasks: with their groups; without the moments that only their rounding needs.
-        predicted: names of the tasks whose sizes are compared by predicted loss.
     """
 
-    manifest: Manifest
+    job: PlannedJob
     layer: LayerGeometry
     moments: tuple[Moment, ...]
     samples: tuple[Moment, ...]
     gradients: tuple[Moment, ...]
     tasks: tuple[tuple[Task, Group[Any]], ...]
-    predicted: frozenset[str]
-
-    @property
-    def tokens(self) -> int:
-        """Return the tokens of all calibration samples."""
-        return self.manifest.calibration.samples * self.sequence if self.manifest.calibration else 0
-
-    @property
-    def sequence(self) -> int:
-        """Return the tokens of a calibration sample."""
-        return self.manifest.calibration.sequence_length if self.manifest.calibration else 0
 
     @property
     def pairs(self) -> list[Moment]:
@@ -209,45 +183,40 @@ class _Busiest:
 
     def solves(self) -> tuple[Work, ...]:
         """Return the work of each task's solve."""
-        dense = self.manifest.calibration is not None and self.manifest.calibration.propagate == "dense"
+        calibration, predicted = self.job.manifest.calibration, self.job.predicted
+        dense = calibration is not None and calibration.propagate == "dense"
         return tuple(
-            solve_work(task, group, self.tokens, hinted=dense and task.name in self.predicted)
+            solve_work(task, group, self.job.tokens, hinted=dense and task.key in predicted)
             for task, group in self.tasks
         )
 
     def curves(self) -> tuple[Work, ...]:
         """Return the work of each task's curve, if it has one, with the solves that are rounded to choose bits."""
-        sizes, tokens = SIZES_TRIED if trials(self.manifest) else 0, tried_tokens(self.tokens)
+        job, sizes = self.job, SIZES_TRIED if trials(self.job.manifest) else 0
+        tokens = tried_tokens(job.tokens)
         return tuple(
-            sum([solve_work(task, group, tokens, hinted=True)] * sizes, start=curve_work(task, group, self.tokens))
+            sum([solve_work(task, group, tokens, hinted=True)] * sizes, start=curve_work(task, group, job.tokens))
             for task, group in self.tasks
-            if task.name in self.predicted
+            if task.key in job.predicted
         )
 
 
-def _busiest(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> _Busiest:
-    tasks = [task for task in tasks if task.roles[0] not in OUTER_ROLES]
-    methods = build_methods(manifest)
-    claims, groups = claim_tasks(methods, geometry) if manifest.quantize else (), task_groups(methods, geometry)
-    own = {task.key: task for task in claims}  # without the moments for rounding
-    busiest = max(
-        layers_of(tasks),
-        key=lambda layer: (len(layer_moments(tasks, layer)), geometry.layers[layer].numbers()),
-        default=0,
+def _busiest(job: PlannedJob) -> _Busiest:
+    inner = replace(job, tasks=[task for task in job.tasks if task.roles[0] not in OUTER_ROLES])
+    layer, own = max(
+        inner.claimed,
+        key=lambda each: (len(each[1].moments), each[0].numbers()),
+        default=(job.geometry.layers[0], NO_TASKS),
     )
-    moments = layer_moments(tasks, busiest)
+    groups = ((task, job.groups[task.key]) for task in own.tasks if task.key in job.groups)
     return _Busiest(
-        manifest,
-        geometry.layers[busiest],
-        moments=tuple(moment for moment in moments if moment.kind != "sample"),
-        samples=tuple(moment for moment in moments if moment.kind == "sample"),
-        gradients=tuple(layer_gradients(tasks, busiest)),
-        tasks=tuple(
-            (own.get(task.key, task), groups[task.key])
-            for task in tasks
-            if task.layer == busiest and task.key in groups
-        ),
-        predicted=frozenset(task.name for task in predict_tasks(methods, geometry) if task.layer == busiest),
+        job,
+        layer,
+        moments=tuple(moment for moment in own.moments if moment.kind != "sample"),
+        samples=tuple(moment for moment in own.moments if moment.kind == "sample"),
+        gradients=own.gradients,
+        # With `quantize`, tasks as methods claim them, without the moments for rounding.
+        tasks=tuple((group.task(task.method) if job.manifest.quantize else task, group) for task, group in groups),
     )
 
 

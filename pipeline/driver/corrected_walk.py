@@ -63,7 +63,7 @@ class CorrectedWalk:
 
     def _solve(self, layer: int, base: int, ranks: RanksOf) -> Coroutine[RefinementRecords]:
         """Solve, train and enter a layer. Return the targets of its training, which the caller has to drop."""
-        tasks = [task for task in self.job.tasks if task.layer == layer]
+        tasks = self.job.layer_tasks(layer)
         solved: SolvedByTask = {}
         uncorrected = [task for task in tasks if not task.corrections]
         draft: StagedLayer | None = yield from self._write_draft(layer, uncorrected, {}, ranks, solved)

@@ -18,7 +18,6 @@ from pipeline.driver.job_spec import RanksOf, trains_mixed
 from pipeline.driver.scheduler import Coroutine
 from pipeline.driver.session import Session
 from pipeline.driver.stored_statistics import StoredStatistics
-from pipeline.methods.method import Task
 from pipeline.methods.registry import layers_of
 from pipeline.units.units import ShardDone
 
@@ -45,7 +44,7 @@ class IndependentWalk(CorrectedWalk):
             if not solved and waiting:
                 some, waiting = self.session.batch(waiting)
                 solved = yield from self._solve_some(some, ranks)
-            trained = layer in solved and layer in pending and any(task.refine for task in self._tasks(layer))
+            trained = layer in solved and layer in pending and any(task.refine for task in self.job.layer_tasks(layer))
             if trained or layer < last:
                 passed = yield from self._pass(layer, emit=layer < last, targets=trained)
                 if trained:
@@ -56,14 +55,13 @@ class IndependentWalk(CorrectedWalk):
                 solved.clear()
         self._drop_drafts()
 
-    def _tasks(self, layer: int) -> list[Task]:
-        return [task for task in self.job.tasks if task.layer == layer]
-
     def _solve_some(self, layers: Sequence[int], ranks: RanksOf) -> Coroutine[dict[int, SolvedByTask]]:
         """Solve some layers side by side, and write a draft of each. Return their groups."""
         solved: dict[int, SolvedByTask] = {layer: {} for layer in layers}
         fibers = {
-            layer: self.session.scheduler.spawn(self._write_draft(layer, self._tasks(layer), {}, ranks, solved[layer]))
+            layer: self.session.scheduler.spawn(
+                self._write_draft(layer, self.job.layer_tasks(layer), {}, ranks, solved[layer])
+            )
             for layer in layers
         }
         for layer, fiber in fibers.items():

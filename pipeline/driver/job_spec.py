@@ -14,7 +14,7 @@ from pipeline.driver.interfaces import Journal
 from pipeline.driver.ledger_keys import curves_key, dense_key, layer_key, measured_key
 from pipeline.methods.base import Method
 from pipeline.methods.method import Moment, Scores, Task
-from pipeline.methods.registry import layer_gradients, layer_importance, layer_moments, layers_of
+from pipeline.methods.registry import NO_TASKS, LayerTasks, layer_importance, layers_of, tasks_by_layer
 from pipeline.units.sharding import (
     expert_parts,
     expert_ranges,
@@ -80,7 +80,7 @@ def passes_of(
         return CalibrationPasses(scores=scores, keep_statistics=True if keep is None else keep)
     shards, samples, length = calibration.shards, calibration.samples, calibration.sequence_length
     chosen = 0
-    if gradients or any(layer_gradients(tasks, layer) for layer in layers_of(tasks)):
+    if gradients or any(moment.kind == "gradient" for task in tasks for moment in task.moments):
         least, count = calibration.gradient.least_tokens, calibration.gradient.samples
         chosen = gradient_samples(samples, length, hidden, least) if count is None else min(samples, count)
     return CalibrationPasses(
@@ -147,21 +147,21 @@ class Job(CalibrationPasses):
             return int(rest.partition(".")[0]) // self.held_experts
         return parts - 1 if block in ("shared", "head") else 0
 
+    def layer_tasks(self, layer: int) -> tuple[Task, ...]:
+        """Return the tasks of a layer."""
+        return self._claimed.get(layer, NO_TASKS).tasks
+
     def layer_moments(self, layer: int) -> tuple[Moment, ...]:
         """Return the statistics of activations that a layer needs, each once, in a fixed order."""
-        return self._moments.get(layer, ((), ()))[0]
+        return self._claimed.get(layer, NO_TASKS).moments
 
     def layer_gradients(self, layer: int) -> tuple[Moment, ...]:
         """Return the moments of gradients that a layer needs, each once, in a fixed order."""
-        return self._moments.get(layer, ((), ()))[1]
+        return self._claimed.get(layer, NO_TASKS).gradients
 
     @cached_property
-    def _moments(self) -> Mapping[int, tuple[tuple[Moment, ...], tuple[Moment, ...]]]:
-        """The moments of each claimed layer: of activations and of gradients. Large mixtures have 15,000 tasks."""
-        tasks: dict[int, list[Task]] = {}
-        for task in self.tasks:
-            tasks.setdefault(task.layer, []).append(task)
-        return {layer: (layer_moments(own, layer), layer_gradients(own, layer)) for layer, own in tasks.items()}
+    def _claimed(self) -> Mapping[int, LayerTasks]:
+        return tasks_by_layer(self.tasks)
 
     def factor_parts(self, task: Task) -> int:
         """Return the number of parts of a task's factors: one for each slice of its experts."""

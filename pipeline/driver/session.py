@@ -145,8 +145,7 @@ def solve_units(
             parts=job.factor_parts(task),
             rounds=job.rounds,
         )
-        for task in job.tasks
-        if task.layer == layer
+        for task in job.layer_tasks(layer)
     ]
 
 

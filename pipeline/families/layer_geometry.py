@@ -238,7 +238,12 @@ class LayerGeometry:
         """Return the roles of matrices and norms, in the family's order."""
         return tuple(role for role, _ in self.modules)
 
-    @property
+    @cached_property
+    def unlike_experts(self) -> tuple[MLPBlock, ...]:
+        """Return an expert for each point of inputs and width."""
+        return tuple({(block.passing, block.width): block for block in self.experts}.values())
+
+    @cached_property
     def num_experts(self) -> int:
         """Return the number of routed experts; 0 for a dense MLP."""
         return sum(block.name not in (*ONLY_BLOCKS, SHARED) for block in self.mlps)

@@ -12,7 +12,7 @@ from manifests.errors import InputError
 from manifests.fit import Fit, memory_text
 from manifests.methods import FlatLLM, LeSTD, OfExperts
 from manifests.schema import Budget, Manifest
-from pipeline.cost_model.bounds import untied_head
+from pipeline.cost_model.bounds import added_head
 from pipeline.cost_model.serving_memory import ServingMemory, serving_memory
 from pipeline.families.geometry import Geometry
 from pipeline.methods.registry import build_methods
@@ -154,7 +154,7 @@ def _unheld_by_llama_cpp(fit: Fit, manifest: Manifest, geometry: Geometry) -> It
 
 def _outside(manifest: Manifest, geometry: Geometry, source_bytes: int) -> int:
     """Return the bytes of OUTPUT's tensors outside of the budget's scope."""
-    beyond = max(0, source_bytes - geometry.model_bytes()) + untied_head(manifest, geometry).num_bytes
+    beyond = max(0, source_bytes - geometry.model_bytes()) + added_head(build_methods(manifest), geometry).num_bytes
     return beyond + geometry.model_bytes() - _scope_bytes(manifest, geometry)
 
 

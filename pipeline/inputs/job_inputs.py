@@ -15,8 +15,9 @@ from manifests.errors import InputError, NumericsError
 from manifests.schema import Manifest
 from pipeline.cost_model.bounds import size_bound
 from pipeline.cost_model.estimate import expert_remarks, rank_remarks, source_remarks, stored_remarks
+from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.cost_model.serving_memory import ServingMemory
-from pipeline.driver.job_spec import CalibrationPasses, passes_of
+from pipeline.driver.job_spec import CalibrationPasses
 from pipeline.families.foreign import sequence_limit
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import foreign_attention_fault
@@ -27,15 +28,13 @@ from pipeline.inputs.sources import describe_dense
 from pipeline.inputs.unread_tensors import unread_remarks
 from pipeline.kernels.checks import all_finite
 from pipeline.methods.base import Method
-from pipeline.methods.experts.completing import with_samples
+from pipeline.methods.experts.completing import with_samples_of_others
 from pipeline.methods.method import Scores, Task
 from pipeline.methods.registry import (
     allocate_ranks,
     build_methods,
     claim_tasks,
     config_fields,
-    layers_of,
-    predict_tasks,
 )
 from pipeline.rounding.tasks import rounded_tasks, rounding_remarks
 from stores.headers import DTYPES
@@ -83,9 +82,19 @@ class Inputs:
         return sum(record.num_bytes for record in self.source.tensors.values())
 
     @cached_property
+    def planned(self) -> PlannedJob:
+        """The job as the cost model reads it."""
+        return PlannedJob(self.manifest, self.geometry, self.methods, self.tasks)
+
+    @property
+    def claimed_layers(self) -> list[int]:
+        """The layers that have a task, ascending."""
+        return [layer.index for layer, _ in self.planned.claimed]
+
+    @property
     def passes(self) -> CalibrationPasses:
         """The passes over the calibration text."""
-        return passes_of(self.manifest, self.methods, self.tasks, self.geometry.hidden)
+        return self.planned.passes
 
     @property
     def scores(self) -> frozenset[str]:
@@ -106,24 +115,19 @@ class Inputs:
             for position, method in enumerate(self.methods)
             for remark in method.remarks(self.geometry)
         )
-        of_tokens = rank_remarks(self.manifest, self.geometry, self.tasks)
-        of_tokens += expert_remarks(self.manifest, self.geometry)
-        of_tokens += source_remarks(self.manifest, self.geometry, self.tasks)
+        of_tokens = rank_remarks(self.planned) + expert_remarks(self.manifest, self.geometry)
+        of_tokens += source_remarks(self.planned)
         of_model = _foreign_remarks(self.geometry, self.tasks) + _further_remarks(self.source)
         expected = {*self.geometry.expected_tensors(), f"{self.config['block']['head']}.weight"}
         of_model += unread_remarks(self.source, expected, bool(self.config.get("wrapper")))
-        of_model += (
-            fit_remarks(self.serving, self.geometry)
-            + self._size_remarks
-            + stored_remarks(self.manifest, self.geometry, self.tasks)
-        )
+        of_model += fit_remarks(self.serving, self.geometry) + self._size_remarks + stored_remarks(self.planned)
         return of_methods + of_model + rounding_remarks(self.manifest, self.geometry) + of_tokens
 
     @property
     def _size_remarks(self) -> tuple[str, ...]:
         """A remark if the result may be as large as a source in a stored format."""
         kinds = sorted({record.form.kind for record in self.source.tensors.values() if record.form is not None})
-        most = size_bound(self.manifest, self.geometry, self.tasks, self.source_bytes).num_bytes if kinds else 0
+        most = size_bound(self.planned, self.source_bytes).num_bytes if kinds else 0
         if not kinds or most < self.source_bytes:
             return ()
         return (
@@ -238,10 +242,10 @@ def fit_methods(manifest: Manifest, geometry: Geometry) -> tuple[tuple[Method[An
     _check_held_experts(manifest, geometry, tasks)
     if manifest.quantize is not None:
         tasks = rounded_tasks(tasks, manifest, geometry)
-    tasks = with_samples(tasks, geometry)
+    tasks = with_samples_of_others(tasks, geometry)
     allocate_ranks(manifest, methods, geometry, Scores(dict.fromkeys(range(geometry.num_layers), 1.0)))
     field = _measures_sizes(manifest)
-    if field and (fault := _predicted_loss_fault(field, manifest, tasks, predict_tasks(methods, geometry))):
+    if field and (fault := _predicted_loss_fault(field, PlannedJob(manifest, geometry, methods, tasks))):
         raise InputError(fault)
     return methods, tasks
 
@@ -304,36 +308,29 @@ def _measures_sizes(manifest: Manifest) -> str:
     return MEASURE_LAYERS if manifest.measures_layers else ""
 
 
-def measuring_layers(
-    manifest: Manifest,
-    methods: Sequence[Method[Any]],
-    geometry: Geometry,
-    tasks: Sequence[Task],
-    *,
-    possible: bool = True,
-) -> Manifest:
-    """Return a manifest with a value in place of `budget.measure_layers: null`: true where it is `possible`, known to
+def measuring_layers(job: PlannedJob, *, possible: bool = True) -> Manifest:
+    """Return the manifest with a value in place of `budget.measure_layers: null`: true where it is `possible`, known to
     pay, and needs no second pass over the calibration text."""
-    budget = manifest.budget
+    manifest, budget = job.manifest, job.manifest.budget
     if budget is None or budget.measure_layers is not None:
         return manifest
     measures = (
         possible
         and budget.keep != 1.0
         and (budget.keep is not None or budget.bytes is not None)
-        and len(layers_of(tasks)) >= MEASURED_FROM
-        and not any(layer.num_experts for layer in geometry.layers)
-        and not any(task.refine for task in tasks)
-        and not _predicted_loss_fault(MEASURE_LAYERS, manifest, tasks, predict_tasks(methods, geometry))
+        and len(job.claimed) >= MEASURED_FROM
+        and not any(layer.num_experts for layer in job.geometry.layers)
+        and not any(task.refine for task in job.tasks)
+        and not _predicted_loss_fault(MEASURE_LAYERS, job)
     )
     return manifest.model_copy(update={"budget": budget.model_copy(update={"measure_layers": measures})})
 
 
-def _predicted_loss_fault(field: str, manifest: Manifest, tasks: Sequence[Task], predicted: Sequence[Task]) -> str:
+def _predicted_loss_fault(field: str, job: PlannedJob) -> str:
     """Return why losses cannot be predicted and measured at several sizes, which a field needs; empty if they can."""
-    calibration = manifest.calibration
+    manifest, calibration = job.manifest, job.manifest.calibration
     remedy = "give keep" if field == "budget.max_loss" else "leave it out"
-    if {(task.layer, task.name) for task in predicted} != {(task.layer, task.name) for task in tasks}:
+    if job.predicted != {task.key for task in job.tasks}:
         return f"{field}: all methods must follow predicted loss (allocation: loss); or {remedy}"
     if calibration is None or calibration.gradient.kind == "local" or calibration.propagate != "dense":
         return (

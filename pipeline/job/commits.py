@@ -28,9 +28,8 @@ def commit_interval(job: JobContext, hardware: Mapping[str, str]) -> int:
         return 1
     entered = job.ledger.get(SCHEDULE)
     if entered is None:
-        inputs, rates = job.inputs, _rates(job, hardware["device"])
-        itemsize, kept = inputs.dtype.itemsize, job.plan.kept
-        prices = prices_of(inputs.manifest, inputs.geometry, inputs.tasks, itemsize, rates, kept)
+        rates = _rates(job, hardware["device"])
+        prices = prices_of(job.inputs.planned, job.inputs.dtype.itemsize, rates, job.plan.kept)
         entered = ScheduleEntry(every=layers_per_commit(prices))
         job.ledger.commit(SCHEDULE, entered)
     job.observer.say(f"resume.every: auto: hidden states are committed every {entered.every} layers")

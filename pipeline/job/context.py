@@ -25,19 +25,17 @@ from pipeline.checkpoint.planned_size import plan_of
 from pipeline.console.eta import read_paces
 from pipeline.console.progress import JobObserver
 from pipeline.cost_model.estimate import Plan
-from pipeline.driver.job_spec import CalibrationPasses, Job
+from pipeline.cost_model.planned_job import PlannedJob
+from pipeline.driver.job_spec import Job
 from pipeline.driver.ledger_dependencies import retract_changed
 from pipeline.driver.ledger_keys import BEFORE_WORK, COMPLETE, REUSED, SAMPLES, SOURCE, TRIED_SIZE
 from pipeline.evaluation.losses import check_dense_loss
-from pipeline.families.geometry import Geometry
 from pipeline.inputs.calibration import EvaluationTokens, calibration_tokens, evaluation_tokens
 from pipeline.inputs.fingerprint import job_fingerprint
 from pipeline.inputs.healing_text import HealingTokens, calibration_as_text, read_healing_text
 from pipeline.inputs.job_inputs import MEASURE_LAYERS, Inputs, check_copied, measuring_layers, read_inputs
 from pipeline.job.ledger_entries import check_entries
-from pipeline.methods.base import Method
-from pipeline.methods.method import Task
-from pipeline.methods.registry import allocate_ranks, layers_of, measure_tasks, predict_tasks
+from pipeline.methods.registry import allocate_ranks, measure_tasks, predict_tasks
 from pipeline.methods.text_sources import NO_SOURCES, TextSources
 from pipeline.rounding.tasks import with_moments
 from stores.ledger import Ledger
@@ -184,8 +182,7 @@ def open_job(
 
 def _measuring_layers(inputs: Inputs, possible: bool) -> Inputs:
     """Return the inputs with a value in place of `budget.measure_layers: null`, as `measuring_layers`."""
-    chosen = measuring_layers(inputs.manifest, inputs.methods, inputs.geometry, inputs.tasks, possible=possible)
-    return replace(inputs, manifest=chosen)
+    return replace(inputs, manifest=measuring_layers(inputs.planned, possible=possible))
 
 
 def with_samples(manifest: Manifest, samples: int) -> Manifest:
@@ -291,22 +288,16 @@ def healing_tokens(job: JobContext) -> HealingTokens:
 
 def driver_job(inputs: Inputs) -> Job:
     """Return the job as the driver sees it."""
-    job = job_spec(inputs.manifest, inputs.methods, inputs.geometry, inputs.tasks, inputs.passes)
-    return replace(job, rounds=inputs.rounds)
+    return replace(job_spec(inputs.planned), rounds=inputs.rounds)
 
 
-def job_spec(
-    manifest: Manifest,
-    methods: tuple[Method[Any], ...],
-    geometry: Geometry,
-    tasks: tuple[Task, ...],
-    passes: CalibrationPasses,
-) -> Job:
+def job_spec(planned: PlannedJob) -> Job:
     """Return a job of these tasks, as the driver sees it."""
+    manifest, geometry, methods = planned.manifest, planned.geometry, planned.methods
     return Job(
-        **vars(passes),
+        **vars(planned.passes),
         num_layers=geometry.num_layers,
-        tasks=tasks,
+        tasks=tuple(planned.tasks),
         allocate=partial(allocate_ranks, manifest, methods, geometry),
         points=tuple(layer.corrected_points for layer in geometry.layers),
         experts=tuple(layer.num_experts for layer in geometry.layers),
@@ -367,7 +358,7 @@ def begin(job: JobContext, finished: bool) -> None:
 
 
 def _report_progress(job: JobContext) -> None:
-    claimed = len(layers_of(job.inputs.tasks))
+    claimed = len(job.inputs.claimed_layers)
     passed, compressed = (len(job.ledger.keys(kind)) for kind in ("dense/", "layer/"))
     if compressed:
         job.observer.say(f"resuming at layer {min(compressed + 1, claimed)} of {claimed} to compress")

@@ -24,6 +24,7 @@ from pipeline.cost_model.estimate import expert_remarks, make_plan, rank_remarks
 from pipeline.cost_model.healing_work import healing_work
 from pipeline.cost_model.passes import PlannedPasses
 from pipeline.cost_model.phases import object_store_bytes, phase_seconds, scored_seconds, solving_seconds
+from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.cost_model.prices import WORKERS_SECONDS, Prices, prices_of
 from pipeline.cost_model.probe import ProbedShape, measured_rates
 from pipeline.cost_model.rates import Rates, rates_of
@@ -68,19 +69,18 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
     manifest, chosen = planned_samples(manifest)
     inputs = read_inputs(manifest, weights=False) if config is None else None
     if inputs is not None:
-        manifest, geometry, tasks, dtype = inputs.manifest, inputs.geometry, inputs.tasks, inputs.dtype
-        methods, plan, serving, remarks = inputs.methods, plan_of(inputs), inputs.serving, list(inputs.remarks)
+        job, dtype, plan = inputs.planned, inputs.dtype, plan_of(inputs)
+        serving, remarks = inputs.serving, list(inputs.remarks)
     else:
         assert config is not None
         standard, geometry, dtype = _of_config(config)
         manifest, serving = fitted(manifest, standard, geometry, geometry.model_bytes())
-        methods, tasks = fit_methods(manifest, geometry)
-        remarks = [*rank_remarks(manifest, geometry, tasks), *expert_remarks(manifest, geometry)]
-        remarks += source_remarks(manifest, geometry, tasks)
-        plan = make_plan(manifest, geometry, tasks, dtype.itemsize, geometry.model_bytes())
-    manifest = measuring_layers(manifest, methods, geometry, tasks)
+        job = PlannedJob(manifest, geometry, *fit_methods(manifest, geometry))
+        remarks = [*rank_remarks(job), *expert_remarks(manifest, geometry), *source_remarks(job)]
+        plan = make_plan(job, dtype.itemsize, geometry.model_bytes())
+    manifest, geometry = measuring_layers(job), job.geometry
     rates = rates_from(source, manifest, geometry, dtype)
-    prices = prices_of(manifest, geometry, tasks, dtype.itemsize, rates, plan.kept)
+    prices = prices_of(job, dtype.itemsize, rates, plan.kept)
     tokens = evaluation_tokens(inputs) if inputs else None
     passes = prices.passes
     phases = job_seconds(manifest, geometry, prices, tokens.ids.shape if tokens else ())

@@ -34,7 +34,6 @@ from pipeline.driver.ledger_keys import (
 from pipeline.inputs.job_inputs import Inputs
 from pipeline.job.context import JobContext, driver_job, healing_tokens
 from pipeline.job.output_scores import dense_score_key
-from pipeline.methods.registry import layers_of
 from pipeline.ranks.calibration import OTHER_SIZES, blocks_of
 
 TRIED = 4  # a search for the smallest size within a loss tries about this many sizes
@@ -44,7 +43,7 @@ def job_eta(job: JobContext, rates: Rates) -> Eta:
     """Return the phases ahead of a job that begins or resumes. A search for a size is counted as `TRIED` sizes,
     each with its phases. For a sweep see `pipeline.sweeping.sweep_plan.sweep_eta`."""
     inputs, manifest = job.inputs, job.manifest
-    prices = prices_of(manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize, rates, job.plan.kept)
+    prices = prices_of(inputs.planned, inputs.dtype.itemsize, rates, job.plan.kept)
     alone = prices.of_layers_alone(rounds=not manifest.measures_unrounded)
     seconds = job_seconds(manifest, inputs.geometry, prices, job.evaluation.ids.shape if job.evaluation else ())
     remaining = _Remaining(job, prices.passes, seconds, phase_seconds(alone))
@@ -91,7 +90,7 @@ class _Remaining:
 
     def single_phases(self) -> list[PlannedPhase]:
         """Return the phases that come once: passes over the calibration text, and curves."""
-        seconds, claimed = self.seconds, layers_of(self.job.inputs.tasks)
+        seconds, claimed = self.seconds, self.job.inputs.claimed_layers
         first = "importance" if self.passes.compressed else "statistics"
         planned: list[PlannedPhase] = []
         if first in seconds and self._has_moments:
@@ -118,7 +117,7 @@ class _Remaining:
         has_dense = comes_first or (held_out is not None and held_out.outputs is not None)
         planned: list[PlannedPhase] = []
         for number in range(count):
-            keys = _keys(layer_key, layers_of(self.job.inputs.tasks)) if number == 0 else ()
+            keys = _keys(layer_key, self.job.inputs.claimed_layers) if number == 0 else ()
             phase, amount = ("compress", solving_seconds(self.alone)) if measures and number == 0 else self._solving
             if self.passes.in_pass and not planned and self._missing(_keys(dense_key, range(self.passes.layers))):
                 planned.append(PlannedPhase(phase, self._last_solves))
@@ -127,7 +126,7 @@ class _Remaining:
             if scored and (number > 0 or ledger.get(HELD_OUT_SCORE) is None):
                 models = ("held-out-dense", "held-out")[has_dense or number > 0 :]
                 planned += [PlannedPhase(f"score {model}", of_model) for model in models]
-            blocks = blocks_of(layers_of(self.job.inputs.tasks)) if measures and number == 0 else []
+            blocks = blocks_of(self.job.inputs.claimed_layers) if measures and number == 0 else []
             missing = [first for first, *_ in blocks if ledger.get(block_key(first)) is None]
             of_layer = of_model / self.passes.layers
             planned += [

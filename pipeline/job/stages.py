@@ -131,7 +131,7 @@ def finish(
     }
     if healed := compression.get("healed"):
         figures["healed"] = healed
-    if one_text := source_remarks(job.manifest, job.inputs.geometry, job.inputs.tasks):
+    if one_text := source_remarks(job.inputs.planned):
         figures["one_text"] = one_text[0]
     summary = warned(figures)
     complete = CompleteEntry(output=job.output, contract_sha256=compression[SEAL], summary=summary)

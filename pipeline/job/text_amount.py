@@ -6,6 +6,7 @@ docs/methods.md#the-amount-of-text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from manifests.calibration import PARTS
 from manifests.entries import SamplesEntry
@@ -79,8 +80,8 @@ def enough(counts: Sequence[int], errors: Sequence[float]) -> int:
 
 def planned_seconds(job: JobContext, manifest: Manifest, rates: Rates) -> float:
     """Return the planned seconds of the job with another manifest, without its evaluation."""
-    inputs = job.inputs
-    prices = prices_of(manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize, rates, job.plan.kept)
+    planned = replace(job.inputs.planned, manifest=manifest)
+    prices = prices_of(planned, job.inputs.dtype.itemsize, rates, job.plan.kept)
     return sum(phase_seconds(prices).values())
 
 

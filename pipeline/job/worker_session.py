@@ -35,7 +35,6 @@ from pipeline.job.commits import commit_interval
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.remaining_phases import job_eta
-from pipeline.methods.registry import layers_of
 from pipeline.reporting.unit_log import units_logged
 from stores.activations import ActivationStore
 from stores.background import Background
@@ -165,7 +164,7 @@ class JobWorkers:
             CorruptError: staged layers are damaged again and again.
             Interrupted: a signal came; entries stay.
         """
-        claimed = layers_of(job.inputs.tasks)
+        claimed = job.inputs.claimed_layers
         for attempt in range(REPAIRS + 1):
             self.pool.forget()  # hidden states of layers that are compressed again
             layers = LayersEntered(job.ledger, job.inputs.geometry.num_layers, claimed)
@@ -190,7 +189,7 @@ class JobWorkers:
 
     def compare(self, job: JobContext) -> None:
         """Compare the entered layers with the dense ones, unless figures of these layers are entered."""
-        layers = LayersEntered(job.ledger, job.inputs.geometry.num_layers, layers_of(job.inputs.tasks))
+        layers = LayersEntered(job.ledger, job.inputs.geometry.num_layers, job.inputs.claimed_layers)
         Scheduler(self.pool, job.observer).run(_compare(job, layers))
 
     def driver(

@@ -180,6 +180,9 @@ class Method(ABC, Generic[E]):
     own_class: ClassVar[bool] = False
     entry: E
     routed_only: bool = False
+    _claimed: list[tuple[Geometry, tuple[Group[Any], ...]]] = field(
+        default_factory=list, init=False, compare=False, repr=False
+    )
 
     @property
     def keep(self) -> float | None:
@@ -227,8 +230,11 @@ class Method(ABC, Generic[E]):
         return tuple(geometry.layers[layer] for layer in self.entry.chosen_layers(geometry.num_layers))
 
     def claims(self, geometry: Geometry) -> tuple[Group[Any], ...]:
-        """Return the claimed groups of all layers. Raises as `groups`."""
-        return self.chosen(geometry, self.groups)
+        """Return the claimed groups of all layers. Raises as `groups`. They are built once for a geometry: large
+        mixtures have 15,000."""
+        if not (self._claimed and self._claimed[0][0] is geometry):
+            self._claimed[:] = [(geometry, self.chosen(geometry, self.groups))]
+        return self._claimed[0][1]
 
     def chosen(self, geometry: Geometry, groups: Callable[[LayerGeometry], Iterable[G]]) -> tuple[G, ...]:
         """Return the groups of all chosen layers; with `routed_only`, those of routed experts."""

@@ -19,10 +19,11 @@ from manifests.records import Curve
 from manifests.schema import Manifest
 from pipeline.cost_model.estimate import Plan, make_plan
 from pipeline.cost_model.memory import MOMENT_BYTES
+from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.driver.ledger_keys import COMPLETE, HEALED, HEALING, RANKS
 from pipeline.families.geometry import Geometry
 from pipeline.families.registry import geometry_of, standard_config
-from pipeline.methods.experts.completing import with_samples
+from pipeline.methods.experts.completing import with_samples_of_others
 from pipeline.methods.method import Task, task_key
 from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.reporting.unit_log import SUFFIX
@@ -84,12 +85,13 @@ class Run:
         """The tasks of the manifest."""
         tasks = claim_tasks(build_methods(self.manifest), self.geometry)
         rounded = tasks if self.manifest.quantize is None else rounded_tasks(tasks, self.manifest, self.geometry)
-        return with_samples(rounded, self.geometry)
+        return with_samples_of_others(rounded, self.geometry)
 
     @cached_property
     def plan(self) -> Plan:
         """The plan in the summary of a finished job; before, a plan with upper bounds on stored bytes."""
-        plan = make_plan(self.manifest, self.geometry, self.tasks, self._itemsize, self.geometry.model_bytes())
+        job = PlannedJob.of(self.manifest, self.geometry, self.tasks)
+        plan = make_plan(job, self._itemsize, self.geometry.model_bytes())
         stored = (self.summary or {}).get("plan", {})
         return replace(plan, **{each.name: stored[each.name] for each in fields(Plan) if each.name in stored})
 

@@ -39,7 +39,6 @@ from pipeline.job.context import (
 )
 from pipeline.job.healing import check_healing, healing_digest
 from pipeline.job.ledger_entries import check_entries
-from pipeline.methods.registry import layers_of
 from pipeline.sweeping.points import SharedInputs, SweptPoint, read_points, shared_inputs
 from pipeline.sweeping.sweep_plan import run_dir_bytes
 from stores.run_directory import SWEEP, RunDirectory
@@ -148,7 +147,7 @@ class SweepContext:
         if self.is_done(point):
             return True
         ledger = point.ledger(self.job.ledger)
-        layers = layers_of(point.inputs.tasks)
+        layers = point.inputs.claimed_layers
         staged = self.heals(point) and all(ledger.get(layer_key(layer)) is not None for layer in layers)
         return staged and self._result(point) is not None
 

@@ -158,8 +158,7 @@ def _seconds(inputs: Inputs, evaluation: EvaluationTokens | None, rates: Rates) 
 @lru_cache(maxsize=256)  # as of its plan
 def _prices(inputs: Inputs, rates: Rates) -> Prices:
     """Return the prices of a job with these inputs. A sweep does not solve layers during the pass."""
-    itemsize, kept = inputs.dtype.itemsize, _plan(inputs).kept
-    prices = prices_of(inputs.manifest, inputs.geometry, inputs.tasks, itemsize, rates, kept)
+    prices = prices_of(inputs.planned, inputs.dtype.itemsize, rates, _plan(inputs).kept)
     return replace(prices, passes=replace(prices.passes, in_pass=False))
 
 

@@ -16,6 +16,7 @@ from pipeline.cost_model.estimate import DRIVER_BYTES, Plan, make_plan, rank_rem
 from pipeline.cost_model.memory import KEPT_BYTES, PROCESS_BYTES, moment_bytes, solve_bytes
 from pipeline.cost_model.passes import PlannedPasses
 from pipeline.cost_model.phases import phase_seconds
+from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.cost_model.prices import WORKERS_SECONDS, Prices
 from pipeline.cost_model.rates import NOMINAL_CPU, rates_of
 from pipeline.cost_model.rounding_work import round_seconds
@@ -26,10 +27,10 @@ from pipeline.families.geometry import Geometry
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.job import plan_report as planning
 from pipeline.methods.method import Moment
-from pipeline.methods.registry import build_methods, claim_tasks, task_groups
+from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.methods.work import Work
 from pipeline.plan import main
-from pipeline.rounding.tasks import with_moments
+from pipeline.rounding.tasks import rounded_tasks
 from pipeline.units.sharding import held_out_windows
 from tests.families.geometries import LLAMA_70B, llama, manifest, other
 from tests.published import CONFIGS
@@ -48,7 +49,11 @@ def calibration(**changes: Any) -> dict[str, Any]:
 
 
 def plan_of(job: Manifest, geometry: Geometry, itemsize: int = 2, source_bytes: int = 1000) -> Plan:
-    return make_plan(job, geometry, claim_tasks(build_methods(job), geometry), itemsize, source_bytes)
+    return make_plan(PlannedJob.of(job, geometry), itemsize, source_bytes)
+
+
+def rounded_job(job: Manifest, geometry: Geometry) -> PlannedJob:
+    return PlannedJob.of(job, geometry, rounded_tasks(claim_tasks(build_methods(job), geometry), job, geometry))
 
 
 def test_a_small_job_by_hand() -> None:
@@ -143,11 +148,11 @@ def test_what_following_the_loss_takes() -> None:
     """By hand, of an MLP whose sample has 65,536 tokens at most: as many times 48 numbers of two bytes."""
     dense = calibration(propagate="dense")
     job = manifest({"method": "loss_aware"}, keep=0.8, calibration=dense)
-    tasks = claim_tasks(build_methods(job), llama())
-    (mlp,) = (task for task in tasks if (task.layer, task.name) == (0, "mlp"))
+    planned = PlannedJob.of(job, llama())
+    (mlp,) = (task for task in planned.tasks if (task.layer, task.name) == (0, "mlp"))
     square = 8 * (80 * 80 + 2 * 48 * 48 + 2 * 80)  # of what down reads; of what gate and up read, and the metric
     assert solve_bytes(mlp, llama().layers[0]) == 4 * square + 2 * 65_536 * 48 + 3 * 80 * 48 * (8 + 2)
-    one = layer_work(job, llama(), tasks, 2, gradient_tokens=100)
+    one = layer_work(planned, 2, gradient_tokens=100)
     forward = 2 * LAYER + 2 * 32 * 64
     through = 2 * 48 * (64 + 32)
     assert one.gradient_flops == 100 * (3 * forward + through)
@@ -158,7 +163,7 @@ def test_what_following_the_loss_takes() -> None:
     assert one.gradient_grid_flops == 32 * 3 * forward
     assert one.grid_flops == 32 * forward
     assert one.held_out_flops == (32 * forward, 32 * forward)
-    kept = layer_work(job, llama(), tasks, 2, keep=0.75)
+    kept = layer_work(planned, 2, keep=0.75)
     assert kept.held_out_flops == pytest.approx((32 * forward, 32 * (forward - 0.5 * LAYER)))
     assert len(one.curves) == len(one.solves) == 3
     assert one.correction_flops == 0
@@ -185,7 +190,7 @@ def test_what_following_the_loss_takes() -> None:
     assert one.curves[1].shared is not None
     assert (one.curves[1].pieces, solve_flops(one.curves[1].shared)) == (8, pytest.approx(shared))
     again = manifest({"method": "loss_aware", "correct": "output"}, keep=0.8, calibration=dense)
-    two = layer_work(again, llama(), claim_tasks(build_methods(again), llama()), 2, gradient_tokens=100)
+    two = layer_work(PlannedJob.of(again, llama()), 2, gradient_tokens=100)
     pairs = sum(f * (f + 4 * 48) for f in (48, 64, 48, 80))
     short = forward - 2 * 3 * 48 * 80
     assert two.correction_flops == 320 * (4 * forward + 4 * short + pairs)
@@ -204,9 +209,9 @@ def test_what_following_the_loss_takes() -> None:
 def test_what_low_rank_behind_a_moment_takes() -> None:
     """By hand: gate and up (160 × 48) and down (48 × 80), at 0.65 of their full ranks."""
     job = manifest({"method": "svd_llm"}, keep=0.8, calibration=calibration(propagate="dense"))
-    tasks = claim_tasks(build_methods(job), llama())
-    names = [task.name for task in tasks if task.layer == 0]
-    solves = dict(zip(names, layer_work(job, llama(), tasks, 2).solves, strict=True))
+    planned = PlannedJob.of(job, llama())
+    names = [task.name for task in planned.tasks if task.layer == 0]
+    solves = dict(zip(names, layer_work(planned, 2).solves, strict=True))
     both, down = solves["gate_up"], solves["down"]
     assert (eigen_flops(both), eigen_flops(down)) == (2 * 10 * 48**3, 10 * 80**3 + 10 * 48**3)
     rank = 0.65 * 48
@@ -225,9 +230,9 @@ def test_what_rounding_takes() -> None:
         {"method": "flat_llm"}, keep=0.8, calibration=dense, quantize={"bits": 4, "group": 32, "what": "all"}
     )
     where = llama(hidden_size=64, intermediate_size=128)
-    without, tasks = (claim_tasks(build_methods(each), where) for each in (plain, job))
-    work = layer_work(job, where, [with_moments(task, job, where.layers[task.layer]) for task in tasks], 2)
-    assert work.solves[:2] == layer_work(plain, where, without, 2).solves
+    planned = rounded_job(job, where)
+    work = layer_work(planned, 2)
+    assert work.solves[:2] == layer_work(PlannedJob.of(plain, where), 2).solves
     assert solve_flops(work.solves[2]) == 0  # q and k, which are rounded alone
     found = {each.name: each for each in work.rounding}
     kept = 96  # three quarters of 128
@@ -240,10 +245,9 @@ def test_what_rounding_takes() -> None:
     assert len(work.rounding) == 3 * where.num_layers + 2
     seconds = phase_seconds(Prices(work, rates_of("H200"), PlannedPasses(6, 4, 1, importance=0, compressed=False)))
     assert seconds["round"] == pytest.approx(sum(round_seconds(each, rates_of("H200")) for each in work.rounding))
-    (head,) = (with_moments(task, job, where.layers[task.layer]) for task in tasks if task.roles == ("head",))
+    (head,) = (task for task in planned.tasks if task.roles == ("head",))
     assert head.moments
-    group = task_groups(build_methods(job), where)[head.key]
-    assert solve_flops(solve_work(head, group, 100)) == 0
+    assert solve_flops(solve_work(head, planned.groups[head.key], 100)) == 0
 
 
 def test_the_size_of_a_rounded_checkpoint() -> None:
@@ -253,7 +257,7 @@ def test_the_size_of_a_rounded_checkpoint() -> None:
     job = manifest(calibration=calibration(), quantize=rounded, keep=1.0)
     norms = 2 * 64 * where.num_layers + 64
     matrices = where.model_numbers() - norms
-    found = make_plan(job, where, claim_tasks(build_methods(job), where), 2, 1)
+    found = make_plan(PlannedJob.of(job, where), 2, 1)
     shapes = 2 * 16 * (7 * where.num_layers + 2)
     assert found.output_bytes == 2 * (norms + round(matrices * (4 / 16 + 1 / 32))) + shapes
     assert found.output_bound == "budget.keep"
@@ -264,8 +268,7 @@ def test_rounding_takes_a_fifth_of_a_large_solve_at_most(method: str) -> None:
     where = llama(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8)
     rounded = {"bits": 4, "group": 32}
     job = manifest({"method": method}, keep=0.8, calibration=calibration(propagate="dense"), quantize=rounded)
-    tasks = [with_moments(task, job, where.layers[task.layer]) for task in claim_tasks(build_methods(job), where)]
-    work = layer_work(job, where, tasks, 2)
+    work = layer_work(rounded_job(job, where), 2)
     seconds = phase_seconds(Prices(work, NOMINAL_CPU, PlannedPasses(6, 4, 1, importance=0, compressed=False)))
     assert 0.0 < seconds["round"] < 0.2 * seconds["solve"]
 
@@ -509,7 +512,7 @@ def test_what_this_machine_s_memory_does_not_hold(
 def test_fewer_tokens_than_a_moment_has_columns(method: str, samples: int, said: str) -> None:
     cut = calibration(samples=samples, sequence_length=8, propagate="dense")
     asked = manifest(methods=[{"method": method}], calibration=cut)
-    remarks = rank_remarks(asked, llama(), claim_tasks(build_methods(asked), llama()))
+    remarks = rank_remarks(PlannedJob.of(asked, llama()))
     assert len(remarks) == bool(said)
     for remark in remarks:
         assert f"calibration: {samples} samples of 8 are {8 * samples} tokens, fewer than the {said}" in remark
@@ -551,8 +554,7 @@ def test_what_feedback_on_both_sides_takes() -> None:
     where = llama(hidden_size=64, intermediate_size=128)
     found = []
     for job in (both, one):
-        tasks = [with_moments(task, job, where.layers[task.layer]) for task in claim_tasks(build_methods(job), where)]
-        found.append({each.name: each for each in layer_work(job, where, tasks, 2).rounding})
+        found.append({each.name: each for each in layer_work(rounded_job(job, where), 2).rounding})
     assert found[0].keys() == found[1].keys() != set()
     for name, work in found[0].items():
         assert work.flops > found[1][name].flops

@@ -10,6 +10,7 @@ import pytest
 from manifests.schema import Manifest
 from pipeline.cost_model.bounds import Size
 from pipeline.cost_model.passes import planned_passes
+from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.cost_model.reads import read_phases
 from pipeline.families.geometry import Geometry
 from pipeline.methods.registry import build_methods, claim_tasks
@@ -33,8 +34,8 @@ def job(methods: list[dict[str, Any]], *, text: bool = True, **fields: Any) -> M
 
 def phases(of: Manifest, geometry: Geometry | None = None) -> dict[str, int]:
     geometry = geometry or llama()
-    tasks = claim_tasks(build_methods(of), geometry)
-    return read_phases(of, geometry, tasks, OUTPUT, SOURCE, planned_passes(of, geometry, tasks))
+    planned = PlannedJob.of(of, geometry)
+    return read_phases(planned, OUTPUT, SOURCE, planned_passes(planned))
 
 
 def test_a_job_without_text() -> None:
@@ -52,10 +53,10 @@ def test_a_job_without_text() -> None:
 
 def test_a_job_that_changes_nothing_copies_the_model() -> None:
     """Its checkpoint is as large as the model, so that no compressed layer is verified."""
-    of, geometry = job([{"method": "svd", "keep": 0.5}], text=False), llama()
-    read = read_phases(of, geometry, (), Size(MODEL // 2, MODEL), SOURCE, planned_passes(of, geometry, ()))
+    planned = PlannedJob.of(job([{"method": "svd", "keep": 0.5}], text=False), llama(), ())
+    read = read_phases(planned, Size(MODEL // 2, MODEL), SOURCE, planned_passes(planned))
     assert read == {"digests": SOURCE + MODEL, "compare": 2 * MODEL, "assemble": MODEL}
-    smaller = read_phases(of, geometry, (), Size(MODEL // 2, MODEL - 9), SOURCE, planned_passes(of, geometry, ()))
+    smaller = read_phases(planned, Size(MODEL // 2, MODEL - 9), SOURCE, planned_passes(planned))
     assert "verify" not in smaller
 
 
@@ -220,12 +221,12 @@ def test_weights_in_a_stored_format_count_as_they_are_stored() -> None:
     layer, source = NORMS + linears, 6 * (NORMS + linears) + OUTER
     assert (geometry.model_bytes(), geometry.layers[0].stored_bytes()) == (source, layer)
     of = job([{"method": "loss_aware", "layers": [1, 4]}], budget={"keep": 0.9})
-    tasks = claim_tasks(build_methods(of), geometry)
-    read = read_phases(of, geometry, tasks, OUTPUT, source, planned_passes(of, geometry, tasks))
+    planned, same = PlannedJob.of(of, geometry), PlannedJob.of(of, plain)
+    read = read_phases(planned, OUTPUT, source, planned_passes(planned))
     rest = source - 2 * layer
     assert read["digests"] == source + rest + 2 * NORMS
     assert (read["texts"], read["statistics"], read["assemble"]) == (source, source, rest)
-    plain_read = read_phases(of, plain, tasks, OUTPUT, MODEL, planned_passes(of, plain, tasks))
+    plain_read = read_phases(same, OUTPUT, MODEL, planned_passes(same))
     assert plain_read["curves"] - read["curves"] == plain_read["solve"] - read["solve"] == 2 * (LAYER - layer)
     assert plain_read["gradient"] - read["gradient"] == 5 * (LAYER - layer)
     assert min(read.values()) > 0

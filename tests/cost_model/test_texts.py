@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from manifests.schema import Manifest
+from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.cost_model.prices import WORKERS_SECONDS, Prices, prices_of
 from pipeline.cost_model.rates import NOMINAL_CPU
 from pipeline.cost_model.texts import amount_seconds, texts_seconds
-from pipeline.methods.registry import build_methods, claim_tasks
 from tests.families.geometries import llama, manifest
 
 # D 48, N 80, six layers, four query heads and two of keys and values of 16 numbers, V 320.
@@ -29,7 +29,7 @@ def job_of(**calibration: Any) -> Manifest:
 
 def prices_for(job: Manifest, *, importance: int = 0, **work: Any) -> Prices:
     """Return a job's prices, with layers that take no time to read and to build."""
-    prices = prices_of(job, GEOMETRY, claim_tasks(build_methods(job), GEOMETRY), 2, RATES)
+    prices = prices_of(PlannedJob.of(job, GEOMETRY), 2, RATES)
     own = replace(prices.work, **{"built_bytes": 0.0, "weight_bytes": 0, **work})
     return replace(prices, work=own, passes=replace(prices.passes, importance=importance))
 

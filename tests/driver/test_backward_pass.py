@@ -13,7 +13,6 @@ from pipeline.driver.driver import Driver
 from pipeline.driver.job_spec import Job
 from pipeline.driver.scheduler import Scheduler
 from pipeline.methods.method import Moment
-from pipeline.methods.registry import layer_gradients, layer_moments
 from pipeline.units.curves import CurvePieces, Predict
 from pipeline.units.sums import Collect
 from pipeline.units.units import Forward, Solve, Unit
@@ -115,14 +114,14 @@ def test_partial_sums_of_one_layer_at_a_time(name: str, samples: bool) -> None:
     job = with_samples(JOBS[name]()) if samples else JOBS[name]()
     most = 0  # of one worker: a grid and a sum of each moment, however many shards; and what is of each shard
     for layer in range(job.num_layers):
-        moments = layer_moments(job.tasks, layer)
+        moments = job.layer_moments(layer)
         apart = sum(moment.kind == "sample" for moment in moments)
         sums = 2 * (len(moments) - apart)
         # While a layer's are given away and stored the next one's grids are chosen, and its sums are made, unless these
         # wait for what the first has committed; they are given away while samples are put together.
         before = sums if layer > 0 and job.propagate == "dense" and not (apart and job.is_boundary(layer)) else 0
         forth = max(before * 3 // 2 + sums // 2, (before if apart else 0) + sums * 3 // 2 + job.shards * apart)
-        back = 2 * len(layer_gradients(job.tasks, layer))
+        back = 2 * len(job.layer_gradients(layer))
         above = back if layer + 1 < job.num_layers and not job.is_boundary(layer + 1) else 0
         most = max(most, forth, above * 3 // 2 + back // 2, back * 3 // 2)
     world, alive = World(), []

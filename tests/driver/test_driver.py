@@ -16,7 +16,6 @@ from pipeline.driver.driver import Driver
 from pipeline.driver.job_spec import Job
 from pipeline.driver.scheduler import Scheduler
 from pipeline.methods.method import Moment
-from pipeline.methods.registry import layer_moments
 from pipeline.units.sums import Add, Collect, Total
 from pipeline.units.units import Forward, Reduce, Solve, Unit, Write
 from tests.driver.simulation import (
@@ -413,7 +412,7 @@ def test_the_walk_stores_no_statistics_that_are_not_kept() -> None:
     kept = make_job(make_tasks(ALL), keep_statistics=True)
     world, live = World(), []
     run(kept, world, Watching(world))
-    assert len(world.stores["statistic"]) == sum(len(layer_moments(kept.tasks, layer)) for layer in ALL)
+    assert len(world.stores["statistic"]) == sum(len(kept.layer_moments(layer)) for layer in ALL)
 
 
 @pytest.mark.parametrize("name", [name for name in JOBS if name.startswith("corrected")])

@@ -8,7 +8,7 @@ from manifests.errors import CorruptError
 from pipeline.driver.scheduler import Scheduler
 from pipeline.driver.session import Session
 from pipeline.driver.stored_statistics import StoredStatistics
-from pipeline.methods.registry import layer_gradients, layer_moments
+from pipeline.methods.registry import tasks_by_layer
 from tests.driver.simulation import JOBS, MemoryJournal, Recorder, SimulatedPool, World, WorldCleaner, run
 
 
@@ -25,7 +25,7 @@ def test_each_task_finds_its_moments(name: str) -> None:
     for task in job.tasks:
         assert {*statistics.of_task(task)} == {*task.moments}
     for layer in range(job.num_layers):
-        both = {moment.key for moment in (*layer_moments(job.tasks, layer), *layer_gradients(job.tasks, layer))}
+        both = {moment.key for task in job.tasks if task.layer == layer for moment in task.moments}
         assert statistics.of_layer(layer).keys() == both
         assert statistics.missing(layer) == ()
 
@@ -34,6 +34,6 @@ def test_before_the_pass_all_are_missing() -> None:
     job, statistics = JOBS["gradient"](), stored("gradient", World())
     for layer in range(job.num_layers):
         assert statistics.of_dense_pass(layer) == {}
-        assert statistics.missing(layer) == layer_moments(job.tasks, layer)
+        assert statistics.missing(layer) == tasks_by_layer(job.tasks)[layer].moments
         with pytest.raises(CorruptError, match="is missing or damaged"):
             statistics.of_layer(layer)

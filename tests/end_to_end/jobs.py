@@ -142,6 +142,9 @@ class Job:
         return json.loads(files[-1].read_text())["record"]
 
 
+MakeJob = Callable[..., Job]  # the fixture `job`
+
+
 def in_process(name: str) -> tuple[str, ...]:
     """Return `--in-process` for commands that have it."""
     return ("--in-process",) if name in ("run", "sweep", "evaluate", "heal") else ()

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from tests.end_to_end.jobs import Job, command, edit_json
+from tests.end_to_end.jobs import Job, MakeJob, command, edit_json
 from tests.end_to_end.sources import make_source
 from tests.factories import make_tokenizer
 
-MakeJob = Callable[..., Job]
 WRONG_INPUT = 2
 TEMPLATES = {
     "chat_template.jinja": "{% for message in messages %}<s>{{ message.content }}</s>{% endfor %}",

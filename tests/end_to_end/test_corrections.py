@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from pipeline.methods.loss_aware import mlp_solver
 from tests.end_to_end.children import Child, Hook, killed_again_and_again
 from tests.end_to_end.jobs import (
     Job,
+    MakeJob,
     file_digests,
     load,
     logits_of,
@@ -29,7 +29,6 @@ from tests.end_to_end.test_methods import decodes_as_it_prefills
 from tests.failing_disk import flip
 
 LAYERS = 3  # of the fixture `llama`
-MakeJob = Callable[..., Job]
 LOSS: dict[str, Any] = {"methods": [{"method": "loss_aware"}], "calibration.propagate": "dense"}
 CORRECTED: dict[str, Any] = {**LOSS, "methods": [{"method": "loss_aware", "correct": "output"}]}
 JOBS = {"gradients": LOSS, "corrected": {**CORRECTED, "budget.keep": 0.6, "quantize": {"bits": 4, "group": None}}}

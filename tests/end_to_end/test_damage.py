@@ -9,7 +9,6 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import pytest
 from pipeline.job import heartbeat
 from tests import factories
 from tests.end_to_end.children import Child, Hook
-from tests.end_to_end.jobs import Ended, Job, command, file_digests, without_ray
+from tests.end_to_end.jobs import Ended, Job, MakeJob, command, file_digests, without_ray
 from tests.end_to_end.sources import make_source
 from tests.failing_disk import Fault, failing
 from tools.soak.corruption import (
@@ -142,7 +141,6 @@ def test_tokens_are_told_of(tmp_path: Path, llama: Path, text: Path) -> None:
     assert "taking over the lock" not in log or "is dead" in log
 
 
-MakeJob = Callable[..., Job]
 INDEX = "model.safetensors.index.json"
 
 # Where in a job (a part of the path), which of the operations there, what the disk says.

@@ -28,7 +28,7 @@ from stores.run_directory import RunDirectory
 from tests import factories
 from tests.end_to_end.children import Child
 from tests.end_to_end.clusters import ENVIRONMENT, OBJECTS, head_node, loopback, private_node
-from tests.end_to_end.jobs import Job, command, file_digests
+from tests.end_to_end.jobs import Job, MakeJob, command, file_digests
 from workers import cluster as cluster_module
 from workers.cluster import why_unplaceable
 from workers.config import WorkerConfig
@@ -36,7 +36,6 @@ from workers.in_process_pool import InProcessPool
 from workers.pool import RayPool
 
 LAYERS = 3  # of the fixture `llama`
-MakeJob = Callable[..., Job]
 WAIT_S = 60.0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from stores.source import SourceCheckpoint
 from tests import factories
 from tests.end_to_end.children import Child, Hook, wait_for
-from tests.end_to_end.jobs import FLAT_LLM, Job, command, load, logits_of, read_tensors
+from tests.end_to_end.jobs import FLAT_LLM, MakeJob, command, load, logits_of, read_tensors
 from tests.end_to_end.sources import make_source
 
 LAYERS = 3  # of the fixture `llama`
-MakeJob = Callable[..., Job]
 WINDOW = 40
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,8 @@ from pipeline.checkpoint.targets import TARGETS, export_faults
 from pipeline.families.registry import checkpoint_config, standard_config
 from stores.disk import Disk
 from tests.end_to_end.exports import METHODS, as_llama, export, needs_gguf, read_gguf, stock
-from tests.end_to_end.jobs import Ended, Job, command, load, logits_of, relative_error, some_tokens
+from tests.end_to_end.jobs import Ended, MakeJob, command, load, logits_of, relative_error, some_tokens
 from tests.end_to_end.sources import FAMILIES, make_source
-
-MakeJob = Callable[..., Job]
-
 
 DENSE = {"calibration.propagate": "dense"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,10 @@ from pipeline.checkpoint.targets import export_faults
 from pipeline.families.registry import checkpoint_config, standard_config
 from tests import factories
 from tests.end_to_end.exports import METHODS, as_llama, export, needs_gguf, read_gguf
-from tests.end_to_end.jobs import Job, command, load, logits_of, read_tensors, relative_error, some_tokens
+from tests.end_to_end.jobs import Job, MakeJob, command, load, logits_of, read_tensors, relative_error, some_tokens
 from tests.end_to_end.sources import make_source
 from tests.factories import make_tokenizer
 from tests.llama_cpp import LlamaCpp, needs_llama_cpp
-
-MakeJob = Callable[..., Job]
-
 
 TEXTS = (
     "Once upon a time, there was a girl.", " leading", "tail ", "one\ntwo\n\n three\ttabs\r\n", "Zoë's 3rd café 😀!",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,7 @@ from pipeline.cost_model.serving_memory import serving_memory
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.ranks.calibration import CalibratedLoss
 from tests.end_to_end.children import Child, Hook
-from tests.end_to_end.jobs import Job, command, weight_digests
-
-MakeJob = Callable[..., Job]
+from tests.end_to_end.jobs import MakeJob, command, weight_digests
 
 
 @pytest.mark.usefixtures("inline")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from tests.end_to_end.exports import export
 from tests.end_to_end.jobs import (
     FLAT_LLM,
     Job,
+    MakeJob,
     command,
     load,
     logits_of,
@@ -31,7 +31,6 @@ from tests.end_to_end.jobs import (
 
 pytestmark = pytest.mark.usefixtures("inline")
 
-MakeJob = Callable[..., Job]
 LOSS_AWARE: dict[str, Any] = {"method": "loss_aware", "widths": 3, "attention": False}
 JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "loss_aware": ("deepseek_v3", {"methods": [LOSS_AWARE], "calibration.propagate": "dense", "budget.keep": 0.6}),

@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,12 +16,11 @@ from pipeline.checkpoint.output_directory import LOCK_FILE, claim_output
 from stores.durable import partial_path
 from stores.lock import RunLock
 from tests.end_to_end.children import Child, Hook
-from tests.end_to_end.jobs import Ended, Job, file_digests
+from tests.end_to_end.jobs import Ended, Job, MakeJob, file_digests
 from tests.end_to_end.test_wrong_input import refuse_writes_below
 
 pytestmark = pytest.mark.usefixtures("inline")
 
-MakeJob = Callable[..., Job]
 NOBODY = 65534
 
 

@@ -28,11 +28,10 @@ from stores.storage import matching
 from tests import buckets
 from tests.end_to_end.children import Child
 from tests.end_to_end.hub_server import COMMIT, HubServer, client_of
-from tests.end_to_end.jobs import Ended, Job, command, file_digests
+from tests.end_to_end.jobs import Ended, Job, MakeJob, command, file_digests
 from tests.faults import Proxy
 
 LAYERS = 3  # of the fixture `llama`
-MakeJob = Callable[..., Job]
 WRITES_IN_A_LIFE = 59
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,9 @@ import pytest
 import torch
 
 import workers.pools
-from tests.end_to_end.jobs import Job, command
+from tests.end_to_end.jobs import MakeJob, command
 from workers.in_process_pool import NAME, InProcessPool
 
-MakeJob = Callable[..., Job]
 ALL_THREE = """
 import sys
 from pipeline import evaluate, run, sweep

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,11 @@ from pipeline.units.units import Forward, Unit
 from stores.durable import is_hidden
 from tests import factories
 from tests.end_to_end.children import Child, Hook, wait_for
-from tests.end_to_end.jobs import FLAT_LLM, Job, command, file_digests, weight_digests, without_ray, work_done
+from tests.end_to_end.jobs import FLAT_LLM, Job, MakeJob, command, file_digests, weight_digests, without_ray, work_done
 from tests.end_to_end.shared_ray import KeptPool
 from workers import pool_health
 
 LAYERS = 3  # of the fixture `llama`
-MakeJob = Callable[..., Job]
 SHARDS = 2
 INDEX = "model.safetensors.index.json"
 MOST_RUNS = 60

@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from stores.special_tokens import text_prefix
 from tests.end_to_end.jobs import (
     FLAT_LLM,
     Job,
+    MakeJob,
     file_digests,
     leaves,
     load,
@@ -45,7 +45,6 @@ from tests.end_to_end.sources import FAMILIES, densified, make_source
 LAYERS = 3  # of the fixture `llama`
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("shared_ray")]
 
-MakeJob = Callable[..., Job]
 OPTIONS = [
     {"basis": basis, "weighting": weighting, "selection": selection, "query_key": query_key}
     for basis, weighting, selection, query_key in itertools.product(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tests.end_to_end.jobs import FLAT_LLM, Job, file_digests, without_ray
+from tests.end_to_end.jobs import FLAT_LLM, MakeJob, file_digests, without_ray
 from tests.end_to_end.sources import make_source
 
 LAYERS = 3  # of the fixture `llama`
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("shared_ray")]
 
-MakeJob = Callable[..., Job]
 UNEVEN = {"calibration.samples": 11, "calibration.shards": 3}  # 3, 4 and 4 samples, in micro-batches of 2
 SPILL = {"workers.activation_memory_gb": 1e-6}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,21 @@ from transformers import AutoModelForCausalLM, DeepseekV3ForCausalLM
 
 from lamina import MODELLING_FILES
 from tests import factories
-from tests.end_to_end.jobs import Job, command, file_digests, load, logits_of, read_tensors, relative_error, some_tokens
+from tests.end_to_end.jobs import (
+    Job,
+    MakeJob,
+    command,
+    file_digests,
+    load,
+    logits_of,
+    read_tensors,
+    relative_error,
+    some_tokens,
+)
 from tests.serving.serving_sources import padded_batch
 
 pytestmark = pytest.mark.usefixtures("inline")
 
-MakeJob = Callable[..., Job]
 LOSS_AWARE: dict[str, Any] = {"method": "loss_aware", "widths": 3}
 JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "all": ("deepseek_v3", {"methods": [LOSS_AWARE], "budget.keep": 0.5}),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from pipeline.families.registry import geometry_of, standard_config
 from tests import factories
 from tests.end_to_end.jobs import (
     FLAT_LLM,
-    Job,
+    MakeJob,
     command,
     file_digests,
     load,
@@ -32,7 +31,6 @@ LAYERS = 3  # of the fixture `llama`
 
 pytestmark = pytest.mark.usefixtures("inline")
 
-MakeJob = Callable[..., Job]
 BY_LAYER: dict[int, dict[str, int]] = {
     1: {"intermediate_size": 56, "num_key_value_heads": 4},
     2: {"num_key_value_heads": 1},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -16,7 +15,7 @@ import torch
 import workers.pool
 from pipeline.driver.ledger_keys import HARDWARE
 from stores.ledger import Ledger
-from tests.end_to_end.jobs import Job, file_digests
+from tests.end_to_end.jobs import MakeJob, file_digests
 from workers.hardware import describe_hardware
 from workers.pool import RayPool
 
@@ -56,9 +55,6 @@ def test_ray_is_no_more_than_its_two_servers_and_the_workers() -> None:
             if command and not command[0].startswith("ray::") and "default_worker.py" not in str(command):
                 agents.append(command)
     assert agents == [["cat"], ["cat"]]
-
-
-MakeJob = Callable[..., Job]
 
 
 @pytest.mark.ray

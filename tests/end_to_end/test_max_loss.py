@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 
 from manifests.entries import LossRatiosEntry
 from manifests.loading import parse_manifest
+from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.driver.ledger_keys import HELD_OUT, LOSS_RATIOS
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.inputs import job_inputs
@@ -22,10 +22,9 @@ from stores.activations import ActivationStore
 from stores.ledger import Ledger
 from tests import factories
 from tests.end_to_end.children import Child, Hook
-from tests.end_to_end.jobs import Job, command, file_digests, weight_digests
+from tests.end_to_end.jobs import Job, MakeJob, command, file_digests, weight_digests
 
 LAYERS = 3  # of the fixture `llama`
-MakeJob = Callable[..., Job]
 LIMIT = 0.05
 WITHIN: dict[str, Any] = {
     "methods": [{"method": "loss_aware"}],
@@ -256,9 +255,9 @@ def test_which_jobs_measure_by_themselves(family: str, changes: dict[str, Any], 
     document = job(**{**PLAIN, **{name: value for name, value in changes.items() if name != "num_hidden_layers"}})
     manifest = parse_manifest(document.document())
     geometry = geometry_of(standard_config(factories.make_config(family, num_hidden_layers=layers).to_dict()))
-    methods, tasks = fit_methods(manifest, geometry)
-    assert measuring_layers(manifest, methods, geometry, tasks).measures_layers == measures
-    assert not measuring_layers(manifest, methods, geometry, tasks, possible=False).measures_layers
+    planned = PlannedJob(manifest, geometry, *fit_methods(manifest, geometry))
+    assert measuring_layers(planned).measures_layers == measures
+    assert not measuring_layers(planned, possible=False).measures_layers
 
 
 @pytest.mark.usefixtures("inline")

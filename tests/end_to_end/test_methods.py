@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.families.registry import FAMILIES as REGISTERED
-from tests.end_to_end.jobs import Job, command, load, logits_of, relative_error, some_tokens
+from tests.end_to_end.jobs import Job, MakeJob, command, load, logits_of, relative_error, some_tokens
 from tests.end_to_end.sources import FAMILIES, make_source
 
 pytestmark = pytest.mark.usefixtures("inline")
-MakeJob = Callable[..., Job]
 TRAINED = ("wiki-llama-gqa-8m", "wiki-llama-mha-6m", "babyllama-361", "opt-tiny-ts", "gptj-tiny-ts")
 STEPS = 32
 ENTRIES: dict[str, list[dict[str, Any]]] = {

@@ -21,13 +21,22 @@ from pipeline.inputs.checkpoints import read_checkpoint
 from pipeline.verification.source_checks import SourceAndOutput, check_coverage
 from tests import factories
 from tests.end_to_end.exports import ROLES, as_llama, read_gguf
-from tests.end_to_end.jobs import Job, command, file_digests, load, logits_of, read_tensors, relative_error, some_tokens
+from tests.end_to_end.jobs import (
+    Job,
+    MakeJob,
+    command,
+    file_digests,
+    load,
+    logits_of,
+    read_tensors,
+    relative_error,
+    some_tokens,
+)
 from tests.end_to_end.sources import FAMILIES
 from tests.end_to_end.test_evaluate import WINDOW, evaluate, perplexity
 from tests.end_to_end.test_sweep import Sweep
 
 pytestmark = pytest.mark.usefixtures("inline")
-MakeJob = Callable[..., Job]
 BFLOAT, FLOAT, HALF = torch.bfloat16, torch.float32, torch.float16
 MIXTURES: dict[str, Callable[[str, Tensor], torch.dtype]] = {
     "vectors float32": lambda name, tensor: BFLOAT if tensor.ndim > 1 else FLOAT,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,22 @@ from transformers import AutoModelForCausalLM
 from tests import factories
 from tests.end_to_end.children import Child, Hook
 from tests.end_to_end.clusters import head_node
-from tests.end_to_end.jobs import Job, command, file_digests, load, logits_of, read_tensors, relative_error, some_tokens
+from tests.end_to_end.jobs import (
+    Job,
+    MakeJob,
+    command,
+    file_digests,
+    load,
+    logits_of,
+    read_tensors,
+    relative_error,
+    some_tokens,
+)
 from tests.end_to_end.sources import make_source
 from tests.end_to_end.test_methods import decodes_as_it_prefills
 from workers import cluster
 
 inline = pytest.mark.usefixtures("inline")
-MakeJob = Callable[..., Job]
 FAMILIES = tuple(factories.MIXTURES)[:5]
 LATER = tuple(factories.MIXTURES)[5:]
 COPIED = (*factories.CHUNKED, "kimi_linear", "nemotron_h")  # whose attention is copied

@@ -18,11 +18,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.end_to_end.jobs import FLAT_LLM, Ended, Job, load, logits_of, read_tensors, relative_error, some_tokens
+from tests.end_to_end.jobs import (
+    FLAT_LLM,
+    Ended,
+    Job,
+    MakeJob,
+    load,
+    logits_of,
+    read_tensors,
+    relative_error,
+    some_tokens,
+)
 from tests.end_to_end.sources import make_source
 
 pytestmark = pytest.mark.usefixtures("inline")
-MakeJob = Callable[..., Job]
 Change = Callable[[str, Tensor], Tensor]
 PlainErrors = Callable[[str, torch.dtype], list[float]]
 FLAT = {**FLAT_LLM, "query_key": "head_pca", "keep": 0.7}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard
 
 from pipeline.checkpoint.publishing import _results
 from tests.end_to_end.hub_server import COMMIT, HubServer, client_of
-from tests.end_to_end.jobs import Ended, Job, command, load, logits_of, some_tokens, without_ray
+from tests.end_to_end.jobs import Ended, Job, MakeJob, command, load, logits_of, some_tokens, without_ray
 from tests.end_to_end.sources import make_source
 
 pytestmark = [
@@ -21,7 +21,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning"),  # of the hub's client to its own
 ]
 
-MakeJob = Callable[..., Job]
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "running-jobs.md"
 REPOSITORY = "someone/small-llama-07"
 DONE, WRONG_INPUT, FAILED = 0, 2, 1

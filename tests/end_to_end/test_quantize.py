@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from pipeline.kernels.levels import normal_levels
 from pipeline.kernels.packing import scaled, unpack
 from pipeline.rounding.schemes import FIELD, TABLES, packed_modules, rounded_modules, unpacked
 from tests.end_to_end.jobs import (
-    Job,
+    MakeJob,
     command,
     file_digests,
     load,
@@ -32,7 +31,6 @@ from tests.end_to_end.sources import make_source
 
 pytestmark = pytest.mark.usefixtures("inline")
 
-MakeJob = Callable[..., Job]
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 FACTORS = [
     {"method": "flat_llm", "ranks": {"value": 8, "mlp": 64}, "allocation": "uniform"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from stores.disk import Disk, DiskFile
 from tests import factories
-from tests.end_to_end.jobs import Job, command, load, logits_of, relative_error, some_tokens
+from tests.end_to_end.jobs import MakeJob, command, load, logits_of, relative_error, some_tokens
 from tests.end_to_end.sources import make_source
 
-MakeJob = Callable[..., Job]
 SIZES = {"hidden_size": 128, "num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 
 

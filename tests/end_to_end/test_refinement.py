@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ import torch
 
 from tests import factories
 from tests.end_to_end.children import Child, Hook, killed_again_and_again
-from tests.end_to_end.jobs import Job, command, file_digests, source_error
+from tests.end_to_end.jobs import Job, MakeJob, command, file_digests, source_error
 from tests.end_to_end.sources import FAMILIES, make_source
 from workers.refining import TrainedLayer
 
-MakeJob = Callable[..., Job]
 LOSS_AWARE = {"method": "loss_aware", "refine": {"steps": 15}}
 REFINED: dict[str, Any] = {"methods": [LOSS_AWARE], "calibration.propagate": "dense", "budget.keep": 0.6}
 ROUNDED = {**REFINED, "calibration.samples": 40, "calibration.shards": 5, "quantize": {"bits": 4, "group": None}}

@@ -21,13 +21,12 @@ from manifests.errors import InputError, Interrupted, WorkerError
 from pipeline.checkpoint.compression_record import encode_json, sealed
 from stores.disk import Disk
 from stores.source import INDEX_FILE
-from tests.end_to_end.jobs import Job, command, edit_json, file_digests
+from tests.end_to_end.jobs import Job, MakeJob, command, edit_json, file_digests
 from tools.soak.stored_cases import sign
 
 pytestmark = pytest.mark.usefixtures("inline")
 
 LAYERS = 3  # of the fixture `llama`
-MakeJob = Callable[..., Job]
 
 
 def refused(job: Job, *words: str) -> None:

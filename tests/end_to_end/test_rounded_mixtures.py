@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,23 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.end_to_end.jobs import Job, command, file_digests, load, logits_of, read_tensors, relative_error, some_tokens
+from tests.end_to_end.jobs import (
+    Job,
+    MakeJob,
+    command,
+    file_digests,
+    load,
+    logits_of,
+    read_tensors,
+    relative_error,
+    some_tokens,
+)
 from tests.end_to_end.sources import make_source
 from tests.end_to_end.test_methods import decodes_as_it_prefills
 from tests.end_to_end.test_quantize import load_plain, plain_model, rounding
 
 pytestmark = pytest.mark.usefixtures("inline")
 
-MakeJob = Callable[..., Job]
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}  # groups of 32 divide them
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,10 @@ import pytest
 
 from stores.ledger import Ledger
 from tests.end_to_end.children import Child, Hook, wait_for
-from tests.end_to_end.jobs import Job, command
+from tests.end_to_end.jobs import Job, MakeJob, command
 from workers.worker import Worker
 
 LAYERS = 3  # of the fixture `llama`
-MakeJob = Callable[..., Job]
 pytestmark = pytest.mark.usefixtures("inline")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,9 @@ from pipeline.evaluation.task_scores import AskedTasks
 from pipeline.inputs.calibration import seen_share
 from tests import factories
 from tests.end_to_end.children import Child, Hook
-from tests.end_to_end.jobs import Ended, Job, command, file_digests
+from tests.end_to_end.jobs import Ended, Job, MakeJob, command, file_digests
 from tests.end_to_end.sources import make_source
 from tests.evaluation.tasks import needs_lm_eval, write_task
-
-MakeJob = Callable[..., Job]
 
 
 def asked(*files: Path, window: int = 40, **fields: Any) -> dict[str, Any]:

@@ -18,9 +18,8 @@ import pytest
 
 from tests.end_to_end.children import end_group
 from tests.end_to_end.clusters import head_node
-from tests.end_to_end.jobs import Job, command, file_digests
+from tests.end_to_end.jobs import Job, MakeJob, command, file_digests
 
-MakeJob = Callable[..., Job]
 WAIT_S = 120.0  # of a machine that runs other tests, too
 
 

@@ -18,6 +18,7 @@ from tests import factories
 from tests.end_to_end.children import Child, Hook, wait_for
 from tests.end_to_end.jobs import (
     Job,
+    MakeJob,
     command,
     edit_json,
     file_digests,
@@ -32,7 +33,6 @@ from tests.end_to_end.sources import make_source
 from tests.renamed_models import HEAD, IN_MEMORY, INSIDE, NEITHER, NO_PREFIX, rename
 
 LAYERS = 3  # of the fixture `llama`
-MakeJob = Callable[..., Job]
 
 
 def with_config(llama: Path, directory: Path, **fields: Any) -> Path:

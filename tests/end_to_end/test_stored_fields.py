@@ -19,12 +19,11 @@ from pipeline.inputs.sources import open_dense
 from stores.source import open_source
 from tests import factories
 from tests.encoders import INT4, INT8, encode_model
-from tests.end_to_end.jobs import Job, command, edit_json, load, logits_of, read_tensors, some_tokens
+from tests.end_to_end.jobs import MakeJob, command, edit_json, load, logits_of, read_tensors, some_tokens
 from tests.end_to_end.sources import make_source
 from tests.end_to_end.test_evaluate import WINDOW, perplexity
 from tests.end_to_end.test_stored_formats import check_pair
 
-MakeJob = Callable[..., Job]
 LAYER = "model.layers.1."
 IGNORED = ("lm_head", f"{LAYER}mlp.down_proj", "re:.*layers\\.0\\.self_attn")
 

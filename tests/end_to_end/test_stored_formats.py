@@ -20,10 +20,19 @@ from pipeline.verification.output_checks import check_counts
 from stores.headers import DTYPE_NAMES
 from tests import factories
 from tests.encoders import ENCODERS, encode_model
-from tests.end_to_end.jobs import Job, command, edit_json, load, logits_of, read_tensors, relative_error, some_tokens
+from tests.end_to_end.jobs import (
+    Job,
+    MakeJob,
+    command,
+    edit_json,
+    load,
+    logits_of,
+    read_tensors,
+    relative_error,
+    some_tokens,
+)
 
 pytestmark = pytest.mark.usefixtures("inline")
-MakeJob = Callable[..., Job]
 ATTENTION: dict[str, Any] = {"methods": [{"method": "flat_llm", "layers": [0, 1], "mlp": False}], "budget.keep": 0.9}
 
 GPT_OSS_EXPERTS = ("gate_up_proj", "down_proj")

@@ -16,11 +16,10 @@ from manifests.errors import StorageError
 from pipeline.cost_model.prices import WORKERS_SECONDS
 from stores.disk import Disk
 from tests.end_to_end.children import Child, Hook
-from tests.end_to_end.jobs import Job, command, file_digests
+from tests.end_to_end.jobs import Job, MakeJob, command, file_digests
 from tests.end_to_end.sources import make_source
 from tests.evaluation.tasks import needs_lm_eval, write_task
 
-MakeJob = Callable[..., Job]
 POINTS: list[dict[str, Any]] = [
     {"methods": [{"method": "flat_llm"}], "save": [0.6]},
     {"name": "loss", "methods": [{"method": "loss_aware"}], "quantize": [None, {"bits": 8}]},

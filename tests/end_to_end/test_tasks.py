@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,10 @@ from pipeline.families.registry import geometry_of, standard_config
 from pipeline.units.questions import QuestionShard
 from stores.bucket import Bucket
 from tests import buckets
-from tests.end_to_end.jobs import Ended, Job, command
+from tests.end_to_end.jobs import Ended, Job, MakeJob, command
 from tests.evaluation.tasks import answers_of, chat_model, needs_lm_eval, write_task
 
 pytestmark = needs_lm_eval
-MakeJob = Callable[..., Job]
 TERAFLOPS = 1e-6  # of the planned worker, so that a small model takes seconds
 SETTINGS = {"fewshot": 1, "chat_template": True, "limit": 4}
 OPTIONS = ("--num-fewshot", "1", "--apply-chat-template", "--limit", "4")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from tests import factories
 from tests.end_to_end.children import Child, Hook
 from tests.end_to_end.jobs import (
     Job,
+    MakeJob,
     command,
     file_digests,
     load,
@@ -40,7 +40,6 @@ from tests.end_to_end.test_mixtures import DENSE, EXPERTS_ALONE, one_sided
 
 pytestmark = pytest.mark.usefixtures("inline")
 
-MakeJob = Callable[..., Job]
 AUTO: dict[str, Any] = {"calibration.samples": "auto", "calibration.max_samples": 40, "calibration.propagate": "dense"}
 
 

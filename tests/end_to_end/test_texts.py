@@ -6,7 +6,6 @@ import gzip
 import json
 import shutil
 import signal
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,14 +25,13 @@ from stores.ledger import Ledger
 from stores.special_tokens import text_prefix
 from tests import factories
 from tests.end_to_end.children import Child, Hook
-from tests.end_to_end.jobs import Ended, Job, command, file_digests
+from tests.end_to_end.jobs import Ended, Job, MakeJob, command, file_digests
 from tests.end_to_end.sources import make_source
 from tests.failing_disk import flip
 from workers.in_process_pool import InProcessPool
 
 pytestmark = pytest.mark.usefixtures("inline")
 
-MakeJob = Callable[..., Job]
 TRAINED = {"model.accept_loss": False, "calibration.sequence_length": 128, "calibration.samples": 96}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,9 @@ from pipeline.inputs.checkpoints import read_checkpoint
 from pipeline.inputs.sources import open_dense
 from pipeline.verification.source_checks import SKETCH_BOUND, SourceAndOutput, check_logits
 from stores.corpus import load_tokenizer
-from tests.end_to_end.jobs import Job, command, read_tensors
+from tests.end_to_end.jobs import Job, MakeJob, command, read_tensors
 from tests.end_to_end.sources import make_source
 
-MakeJob = Callable[..., Job]
 NIGHTLY = ("joint_rank_k", "lestd")
 METHODS: dict[str, dict[str, Any]] = {
     "flat_llm": {"methods": [{"method": "flat_llm", "query_key": "head_pca"}], "budget": {"keep": 0.4}},

@@ -41,11 +41,10 @@ from pipeline.inputs.sources import describe_dense
 from stores.checkpoint import copy_shard
 from stores.source import open_source
 from tests.encoders import encode_model
-from tests.end_to_end.jobs import Job, command, read_tensors, relative_error
+from tests.end_to_end.jobs import MakeJob, command, read_tensors, relative_error
 from tests.factories import DELTA, EXPERTS, GEOMETRY, OWN_FIELDS, SHARED_EXPERT, make_tokenizer, randomise_
 
 TOWERS, PROJECTORS = re.compile("vision|visual|projector"), re.compile("projector|merger")
-MakeJob = Callable[..., Job]
 IMAGE, SIDE, PATCH = 300, 16, 4  # the token in place of a patch; pixels of an image's and a patch's side
 TEXT: dict[str, Any] = {**GEOMETRY, "num_hidden_layers": 2, "tie_word_embeddings": False}
 TOWER: dict[str, Any] = {

@@ -18,11 +18,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.end_to_end.jobs import FLAT_LLM, Ended, Job, command, edit_json, file_digests
+from tests.end_to_end.jobs import FLAT_LLM, Ended, Job, MakeJob, command, edit_json, file_digests
 from tests.end_to_end.sources import make_source
 
 LAYERS = 3  # of the fixture `llama`
-MakeJob = Callable[..., Job]
 INDEX = "model.safetensors.index.json"
 SECONDS = 10.0
 

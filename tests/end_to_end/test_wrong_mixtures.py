@@ -13,11 +13,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.end_to_end.jobs import Job, command, read_tensors
+from tests.end_to_end.jobs import Job, MakeJob, command, read_tensors
 from tests.end_to_end.sources import make_source
 from tests.end_to_end.test_wrong_input import edit_config, edit_index
 
-MakeJob = Callable[..., Job]
 Tensors = dict[str, torch.Tensor]
 UP = "model.layers.3.mlp.experts.17.up_proj.weight"
 ROUTER = "model.layers.0.mlp.gate.weight"

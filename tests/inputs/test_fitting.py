@@ -13,6 +13,7 @@ from manifests.fit import Fit, memory_bytes, memory_text
 from manifests.loading import parse_manifest
 from manifests.schema import Budget, Manifest
 from pipeline.cost_model.bounds import size_bound
+from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.cost_model.serving_memory import ENGINES, ServingMemory, live_numbers, serving_memory
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.inputs.fitting import DoesNotFitError, fit_remarks
@@ -102,9 +103,9 @@ def test_the_head_that_mla_unties_counts() -> None:
     methods = ({"method": "mla", "cache_keep": 0.5}, {"method": "flat_llm", "attention": False, "uniform": True})
     asked = job(BESIDE + 0.9 * geometry.model_bytes(), methods=methods)
     manifest, serving = fitted(asked, config, geometry, geometry.model_bytes())
-    tasks = fit_methods(manifest, geometry)[1]
+    planned = PlannedJob(manifest, geometry, *fit_methods(manifest, geometry))
     assert serving is not None
-    most = size_bound(manifest, geometry, tasks, geometry.model_bytes()).num_bytes
+    most = size_bound(planned, geometry.model_bytes()).num_bytes
     assert 0.99 * serving.weight_bytes < most <= serving.weight_bytes
 
 
@@ -114,7 +115,8 @@ def test_a_second_copy_of_codes_has_its_place_in_the_memory() -> None:
         resolved(job(1, codes, engine="llama.cpp"))
     manifest, serving = resolved(job(refused.value.needed_bytes, codes, engine="llama.cpp"))
     assert serving is not None
-    weights = size_bound(manifest, GEOMETRY, fit_methods(manifest, GEOMETRY)[1], GEOMETRY.model_bytes()).num_bytes
+    planned = PlannedJob(manifest, GEOMETRY, *fit_methods(manifest, GEOMETRY))
+    weights = size_bound(planned, GEOMETRY.model_bytes()).num_bytes
     assert serving.copied_bytes(weights) > 0
     assert serving.report(weights)["total"] <= refused.value.needed_bytes
 

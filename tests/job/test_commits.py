@@ -15,13 +15,13 @@ from manifests.schema import Manifest
 from pipeline.cost_model.commits import REPEATED_SECONDS, committed_bytes, committing_seconds, layers_per_commit
 from pipeline.cost_model.passes import PlannedPasses
 from pipeline.cost_model.phases import phase_seconds
-from pipeline.cost_model.prices import Prices
+from pipeline.cost_model.planned_job import PlannedJob
+from pipeline.cost_model.prices import Prices, prices_of
 from pipeline.cost_model.rates import Rates, rates_of
 from pipeline.cost_model.work import layer_work
 from pipeline.driver.ledger_keys import SCHEDULE
 from pipeline.job import commits
 from pipeline.job.commits import commit_interval
-from pipeline.methods.registry import build_methods, claim_tasks
 from stores.ledger import Ledger
 from tests.families.geometries import llama, manifest
 
@@ -35,7 +35,7 @@ LAYERS = 80
 
 def prices_for(propagate: str, workers: int = 1, importance: int = 0) -> Prices:
     job, geometry = manifest(keep=0.8, calibration={**TEXT, "propagate": propagate}), llama("gqa", **LARGE)
-    work = layer_work(job, geometry, claim_tasks(build_methods(job), geometry), 2)
+    work = layer_work(PlannedJob.of(job, geometry), 2)
     return Prices(work, rates_of("H200"), PlannedPasses(LAYERS, 256, workers, importance, propagate == "compressed"))
 
 
@@ -70,11 +70,19 @@ def test_the_quickest_pass_decides() -> None:
     assert committed_bytes(some, 80) == 0
 
 
+@pytest.mark.parametrize("kind", ["model", "local"])
+def test_only_gradients_of_the_model_are_committed(kind: str) -> None:
+    text = {**TEXT, "propagate": "dense", "gradient": {"kind": kind}}
+    job = manifest({"method": "loss_aware"}, keep=0.8, calibration=text, resume={"every": 1})
+    prices = prices_of(PlannedJob.of(job, llama("gqa", **LARGE)), 2, rates_of("H200"))
+    never = replace(prices, passes=replace(prices.passes, every=0))
+    assert (phase_seconds(prices)["gradient"] > phase_seconds(never)["gradient"]) == (kind == "model")
+
+
 def job_of(ledger: Ledger, every: int | str, said: list[str], **fields: Any) -> Any:
     asked: Manifest = manifest(keep=0.8, **{"calibration": TEXT, "resume": {"every": every}, **fields})
-    geometry = llama("gqa", **LARGE)
-    tasks = claim_tasks(build_methods(asked), geometry)
-    inputs = SimpleNamespace(manifest=asked, geometry=geometry, tasks=tasks, dtype=torch.bfloat16)
+    planned = PlannedJob.of(asked, llama("gqa", **LARGE))
+    inputs = SimpleNamespace(manifest=asked, geometry=planned.geometry, planned=planned, dtype=torch.bfloat16)
     observer = SimpleNamespace(say=lambda line, level=logging.INFO: said.append(line))
     plan = SimpleNamespace(kept=0.8)
     return SimpleNamespace(manifest=asked, inputs=inputs, ledger=ledger, observer=observer, plan=plan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pipeline.methods.method import Moment, Statistics, Task, read_task_key
-from pipeline.methods.registry import layer_gradients, layer_moments
+from pipeline.methods.registry import tasks_by_layer
 
 
 def test_value_moments_keep_their_keys() -> None:
@@ -38,9 +38,7 @@ def test_a_layer_names_values_and_gradients_apart() -> None:
         Task(1, "query_key", ("q", "k"), (gradient, value), method=0),
         Task(1, "x", ("v",), (value,), method=0),
     ]
-    assert layer_moments(tasks, 1) == (value,)
-    assert layer_gradients(tasks, 1) == (gradient,)
-    assert layer_gradients(tasks, 0) == ()
+    assert tasks_by_layer(tasks) == {1: (tuple(tasks), (value,), (gradient,))}
 
 
 def test_means_of_both_kinds() -> None:

@@ -17,7 +17,7 @@ from pipeline.methods.registry import (
     build_methods,
     claim_tasks,
     layer_importance,
-    layer_moments,
+    tasks_by_layer,
 )
 from tests.families.geometries import SIZES, llama, manifest, other
 
@@ -133,14 +133,14 @@ def test_impossible_claims_are_wrong_input(entry: dict[str, Any], expected: str)
 def test_moments_of_a_layer_are_each_taken_once() -> None:
     job = manifest({"query_key": "head_pca"})
     tasks = claim_tasks(build_methods(job), llama())
-    assert layer_moments(tasks, 0) == (
+    assert tasks_by_layer(tasks)[0].moments == (
         Moment("down.in"), Moment("k.out", 2, 2), Moment("o.in", 4, 2), Moment("q.out", 4, 4),
     )  # fmt: skip
-    assert layer_moments(tasks, 6) == ()
+    assert 6 not in tasks_by_layer(tasks)
     twice = (Task(0, "a", ("v",), (Moment("q.in"),), method=0),) * 2
-    assert layer_moments(twice, 0) == (Moment("q.in"),)
+    assert tasks_by_layer(twice)[0].moments == (Moment("q.in"),)
     by_value = claim_tasks(build_methods(manifest({"basis": "value", "mlp": False})), llama())
-    assert layer_moments(by_value, 0) == (Moment("v.out", 2, 2),)
+    assert tasks_by_layer(by_value)[0].moments == (Moment("v.out", 2, 2),)
 
 
 # Budgets --------------------------------------------------------------------------------------------------------------

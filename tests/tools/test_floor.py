@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from manifests.schema import Manifest
+from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.cost_model.solve_work import solve_flops
 from pipeline.cost_model.work import layer_work
 from pipeline.families.geometry import Geometry
-from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.units.sharding import held_out_windows
 from tests.families.geometries import llama, manifest
 from tools.benchmarks.floor import Bare, Needed, floor_seconds, kept_ranks, needed
@@ -57,7 +57,7 @@ def test_operations_by_hand() -> None:
 @pytest.mark.parametrize("propagate", ["dense", "compressed"])
 def test_no_more_than_the_plan_counts(propagate: str) -> None:
     geometry, counted = llama(intermediate_size=160), job(propagate)
-    work = layer_work(counted, geometry, claim_tasks(build_methods(counted), geometry), 2, keep=KEEP)
+    work = layer_work(PlannedJob.of(counted, geometry), 2, keep=KEEP)
     phase = "walk" if propagate == "compressed" else "statistics"
     forward = 6 * work.forward_flops if propagate == "dense" else 6 * (work.statistics_flops + work.packed_flops)
     assert flops(counted, geometry, torch.bfloat16)[phase] <= forward

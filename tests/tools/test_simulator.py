@@ -10,13 +10,13 @@ import pytest
 
 from pipeline.cost_model.passes import PlannedPasses
 from pipeline.cost_model.phases import object_store_bytes, pair_seconds, phase_seconds
+from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.cost_model.prices import START_SECONDS, Prices
 from pipeline.cost_model.rates import Rates, rates_of
 from pipeline.cost_model.solve_work import solve_seconds
 from pipeline.cost_model.work import LayerWork, layer_work
 from pipeline.driver.job_spec import Job
 from pipeline.methods.method import Moment
-from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.methods.work import Work
 from pipeline.units.sums import Collect
 from pipeline.units.units import Forward, Unit
@@ -304,6 +304,28 @@ def test_the_closed_form_of_small_jobs() -> None:
         assert sum(phase_seconds(Prices(WORK, RATES, passes)).values()) == pytest.approx(found.seconds, rel=0.06)
 
 
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("hidden_bytes", "link", "within"), [(400, 50, 0.06), (40_000, 5000, 0.12)])
+def test_the_closed_form_waits_where_hidden_states_are_committed(
+    hidden_bytes: int, link: float, within: float, every: int
+) -> None:
+    """A node's workers share its disk, for 0.4 s or for 40 s, before which the first shards' computing is not counted;
+    a dense pass then waits until its sums are stored."""
+    work, rates = replace(WORK, hidden_bytes=hidden_bytes), replace(RATES, commit_s=0.5, link=link)
+    for passes, most in (
+        (PlannedPasses(9, 4, 2, 0, False, in_pass=True, every=every), 0.83),
+        (PlannedPasses(9, 4, 1, 0, False, every=every), 0.91),
+        (PlannedPasses(9, 4, 2, 0, False, every=every), 0.76),
+        (PlannedPasses(9, 4, 2, 4, True, every=every), 0.98),
+        (PlannedPasses(9, 4, 2, 2, True, every=every), 0.98),
+    ):
+        prices = Prices(work, rates, passes)
+        found = simulate(job_of(passes, every=every), prices)
+        assert sum(phase_seconds(prices).values()) == pytest.approx(found.seconds, rel=within)
+        without = replace(prices, passes=replace(passes, every=0))
+        assert sum(phase_seconds(without).values()) < most * found.seconds
+
+
 def predicted(workers: int, propagate: str = "dense", layers: int = 8, **entry: Any) -> tuple[Simulated, Prices]:
     """Return the simulated job of a 70B model of fewer layers on H200, and its prices."""
     shape = geometry("70B")
@@ -446,7 +468,7 @@ def test_a_sample_has_no_more_tokens_than_there_are() -> None:
             "propagate": "dense",
         }
         job, small = manifest(keep=0.8, calibration=given, methods=[entry]), llama("gqa")
-        work = layer_work(job, small, claim_tasks(build_methods(job), small), 2)
+        work = layer_work(PlannedJob.of(job, small), 2)
         found[samples] = sum(solve.sampled for solve in work.solves)
     assert found[256] == pytest.approx(64 * found[4])
     assert found[4] > 0

@@ -10,7 +10,7 @@ from pipeline.methods.method import Moment, Task
 from pipeline.units.reads import ReadLayer
 from pipeline.units.scores import WindowForward, Windows
 from pipeline.units.sums import Add, Collect
-from pipeline.units.units import Forward, Solve, Unit, Write
+from pipeline.units.units import Backward, Forward, Solve, Unit, Write
 from workers.placement import choose
 
 WRITE, COLLECT = Write(0, (), (), {}), Collect("compressed", 0, "worker", "pass-0", ())
@@ -56,6 +56,18 @@ def test_windows_are_held_apart_from_samples() -> None:
     first.shards.add(("made", 0))
     assert choose(units[1:], first, [first, second]) is None
     assert choose([forward(1)], second, [first, second]) == 0
+
+
+def test_the_few_shards_of_a_backward_pass_are_spread_whoever_holds_their_samples() -> None:
+    """Evenly spread numbers may all be of one worker, as shards 1, 3 and 5 of two workers are."""
+    first, second = live = [worker(range(0, 6, 2)), worker(range(1, 6, 2))]
+    back: list[Unit] = [Backward(2, shard, ()) for shard in (1, 3, 5)]
+    assert choose(back, first, live) == 0
+    first.shards.add(("gradients", 1))
+    assert choose(back[1:], second, live) == 0
+    second.shards.add(("gradients", 3))
+    assert choose(back[:2], second, live) == 1
+    assert choose([forward(3), *back], first, live) == 1
 
 
 def test_two_models_go_through_different_workers() -> None:

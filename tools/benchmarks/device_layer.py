@@ -27,11 +27,11 @@ import torch
 
 from deploy.quickstart.text import story_text
 from manifests.loading import parse_manifest
+from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.cost_model.prices import Prices, prices_of
 from pipeline.cost_model.rates import Rates, rates_of
 from pipeline.cost_model.solve_work import solve_seconds
 from pipeline.families.registry import geometry_of, standard_config
-from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.units.sharding import importance_shards
 from pipeline.units.sums import ChooseGrids, Collect
 from pipeline.units.units import Forward, Solve, Unit, Write
@@ -157,7 +157,7 @@ def _prices(manifest: Mapping[str, Any], base: Path, rates: Rates) -> Prices:
     calibration = short.calibration.model_copy(update={"samples": SHARDS, "shards": SHARDS})
     whole = short.model_copy(update={"calibration": calibration})
     geometry = geometry_of(standard_config(json.loads((base / "model/config.json").read_text())))
-    prices = prices_of(whole, geometry, claim_tasks(build_methods(whole), geometry), ITEMSIZE, rates, KEEP)
+    prices = prices_of(PlannedJob.of(whole, geometry), ITEMSIZE, rates, KEEP)
     return replace(prices, passes=replace(prices.passes, every=0))
 
 

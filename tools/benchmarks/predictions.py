@@ -25,10 +25,10 @@ from deploy.quickstart.text import story_text
 from manifests.loading import parse_manifest
 from pipeline.cost_model.commits import layers_per_commit
 from pipeline.cost_model.phases import SOLVING, WALK
+from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.cost_model.prices import prices_of
 from pipeline.cost_model.rates import Rates
 from pipeline.families.registry import geometry_of, standard_config
-from pipeline.methods.registry import build_methods, claim_tasks
 from tools.benchmarks.floor import floor_of
 from tools.benchmarks.jobs import ROOT, end_on_sigterm, environment, manifest_of, print_table, run_manifest
 from tools.benchmarks.memory_over_layers import write_model
@@ -88,9 +88,8 @@ def compared(folder: Path, job: str, workers: int, samples: int) -> list[list[ob
     plan = planned(folder / "manifest.json")
     manifest = parse_manifest(document)
     geometry = geometry_of(standard_config(json.loads((folder.parent / "model/config.json").read_text())))
-    tasks = claim_tasks(build_methods(manifest), geometry)
     share = plan["expected_numbers"] / plan["dense_numbers"]
-    prices = prices_of(manifest, geometry, tasks, ITEMSIZE, Rates(**plan["rates"]), share)
+    prices = prices_of(PlannedJob.of(manifest, geometry), ITEMSIZE, Rates(**plan["rates"]), share)
     clock = simulate(job_of(manifest, geometry, layers_per_commit(prices)), prices)
     floors = floor_of(manifest, geometry, workers, folder.parent) if JOBS[job][1] == "flat_llm" else {}
     seconds = run_manifest(document, folder)["seconds"]

@@ -37,8 +37,7 @@ def sample_of_others(block: MLPBlock) -> Moment:
 
 def samples_of_others(layer: LayerGeometry) -> set[Moment]:
     """Return these samples of a layer, which only complete moments."""
-    unlike = {(block.passing, block.width): block for block in layer.experts}
-    return {sample_of_others(block) for block in unlike.values()}
+    return {sample_of_others(block) for block in layer.unlike_experts}
 
 
 def own_experts(task: Task, layer: LayerGeometry) -> list[MLPBlock]:
@@ -48,7 +47,7 @@ def own_experts(task: Task, layer: LayerGeometry) -> list[MLPBlock]:
     return [block for block in layer.experts if block.name in of] if of else []
 
 
-def with_samples(tasks: Sequence[Task], geometry: Geometry) -> tuple[Task, ...]:
+def with_samples_of_others(tasks: Sequence[Task], geometry: Geometry) -> tuple[Task, ...]:
     """Add that sample to tasks with a moment of single experts, unless they have a larger one."""
     return tuple(_with_sample(task, geometry.layers[task.layer]) for task in tasks)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeline.families.registry import geometry_of, standard_config
-from pipeline.methods.experts.completing import completed, experts_with_few, sample_of_others, with_samples
+from pipeline.methods.experts.completing import completed, experts_with_few, sample_of_others, with_samples_of_others
 from pipeline.methods.experts.method import mixture_of
 from pipeline.methods.method import Moment, Statistics, Task
 from pipeline.methods.moments import input_moment, output_gradient, pull
@@ -148,11 +148,11 @@ def test_only_tasks_with_moments_of_single_experts_get_a_sample(entry: dict[str,
     tasks = claim_tasks(build_methods(manifest(entry, keep=0.9, calibration=TEXT)), geometry)
     sample = sample_of_others(geometry.layers[0].experts[0])
     assert sample.tokens == 4 * 24 + 1
-    completed_tasks = with_samples(tasks, geometry)
+    completed_tasks = with_samples_of_others(tasks, geometry)
     assert any(sample in task.moments for task in completed_tasks) == added
     for task, before in zip(completed_tasks, tasks, strict=True):
         assert replace(task, moments=before.moments) == before
         own = any(moment.kind == "value" and moment.point.startswith("experts.") for moment in task.moments)
         assert (sample in task.moments) == (added and own)
     dense = claim_tasks(build_methods(manifest(entry, keep=0.9, calibration=TEXT)), llama()) if added else ()
-    assert with_samples(dense, llama()) == tuple[Task, ...](dense)
+    assert with_samples_of_others(dense, llama()) == tuple[Task, ...](dense)
