@@ -29,7 +29,7 @@ from stores.bucket import Bucket
 from stores.disk import Disk
 from tests import buckets, factories
 from tests.encoders import encode_model
-from tests.end_to_end.children import CONTEXT, Child, end_group
+from tests.end_to_end.children import CONTEXT, Child, end_group, many_checkpoints, small_steps
 from tests.end_to_end.clusters import head_node, loopback, private_node
 from tests.end_to_end.jobs import Job, command, file_digests, read_tensors, without_ray
 
@@ -37,21 +37,10 @@ WAIT_S = 300.0
 SETTINGS = ("--set", "heal.epochs=8")
 
 
-def small_steps() -> None:
-    """Make steps of three windows in a child."""
-    manifests.heal.STEPS, manifests.heal.STEP_TOKENS = 1, 96
-
-
 def on_loopback() -> None:
     """Make small steps in a child that joins a cluster on loopback."""
     small_steps()
     loopback()
-
-
-def many_checkpoints() -> None:
-    """Make small steps, each with a checkpoint, in a child."""
-    small_steps()
-    pipeline.job.student_training.CHECKPOINT_S = 0.0
 
 
 def many_checkpoints_on_loopback() -> None:
