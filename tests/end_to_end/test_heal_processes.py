@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import signal
 import time
@@ -127,34 +128,38 @@ class MeasuredStudent(Student):
 
     folder: Path
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         layers = [(name, each) for name, each in self.model.named_parameters() if ".layers." in name]
         held = {name: (local(each).numel(), each.numel()) for name, each in layers}
         (self.folder / f"held-{arguments[-1].rank}").write_text(json.dumps(held))
 
 
-def train_one(task: TrainingTask, rank: int, folder: Path) -> None:
-    """Be one of two processes that gloo joins."""
+def train_one(task: TrainingTask, rank: int, folder: Path, offloads: bool) -> None:
+    """Be one of two processes that gloo joins. `offloads`: FSDP keeps the layers in host memory."""
     torch.set_num_threads(1)
+    pipeline.healing.training_process._offloads = lambda *_: offloads
     MeasuredStudent.folder = folder
     pipeline.healing.training_process.Student = MeasuredStudent  # type: ignore[misc]
     torch.distributed.init_process_group("gloo", f"file://{folder}/joined", rank=rank, world_size=2)
-    train(task, Written(folder / "entry"))
+    train(task, Written(folder / "entry"), math.inf)
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(
-    "solved",
+    ("solved", "offloads"),
     [
-        "uniform",
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS),
+        ("uniform", False),
+        *(pytest.param(name, False, marks=pytest.mark.nightly) for name in OTHERS),
+        *(pytest.param(name, True, marks=pytest.mark.nightly) for name in ("head", "mixture")),
     ],
-    indirect=True,
+    indirect=["solved"],
 )
-def test_two_processes_heal_as_one_does(solved: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def train_two(task: TrainingTask, journal: TrainingJournal) -> None:
-        both = [CONTEXT.Process(target=train_one, args=(task, rank, tmp_path)) for rank in range(2)]
+def test_two_processes_heal_as_one_does(
+    solved: Job, offloads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train_two(task: TrainingTask, journal: TrainingJournal, _: float) -> None:
+        both = [CONTEXT.Process(target=train_one, args=(task, rank, tmp_path, offloads)) for rank in range(2)]
         for process in both:
             process.start()
         for process in both:
