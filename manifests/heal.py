@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from manifests.blocks import Block, Count, LearningRate
@@ -18,6 +19,56 @@ LOGIT_ROWS = 256  # tokens whose logits are in memory at a time
 def step_windows(windows: int, length: int, epochs: int, processes: int) -> int:
     """Return the windows of a step, for a text of `windows` of `length` tokens and for `processes` that train."""
     return max(1, min(windows * epochs // STEPS, STEP_TOKENS // length), processes)
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """The memory of the processes that train, in bytes.
+
+    Attributes:
+        divided: weights, gradients and moments of the layers, of all processes together.
+        copies: copies of trained numbers that wait in host memory, of all processes together.
+        whole: of each process on its device: embeddings, head, logits and activations.
+        gathered: of each process on its device, if it holds parts of layers: a whole layer, and the next one.
+    """
+
+    divided: int
+    copies: int
+    whole: int
+    gathered: int
+
+    def on_device(self, processes: int, offloaded: bool = False) -> int:
+        """Return the bytes of a process on its device. `offloaded`: its part of the layers is in host memory."""
+        in_parts = processes > 1 or offloaded
+        return self.whole + (self.gathered if in_parts else 0) + (0 if offloaded else self.divided // processes)
+
+    def on_host(self, processes: int, offloaded: bool = False) -> int:
+        """Return the bytes of a process in host memory, beside those on a GPU."""
+        return (self.copies + (self.divided if offloaded else 0)) // processes
+
+    def offloads(self, processes: int, device_bytes: float) -> bool:
+        """Return True if a GPU of `device_bytes` does not hold a process's part of the layers, so that it is in host
+        memory."""
+        return self.on_device(processes) > device_bytes
+
+
+def device_fault(needed: float, processes: int, device_bytes: float) -> str:
+    """Return the message about GPUs that are too small, even if the layers are in host memory."""
+    return (
+        f"heal needs {needed / 1e9:,.0f} GB of each of {processes} GPUs with the layers in host memory, and each has "
+        f"{device_bytes / 1e9:,.0f}; leave out heal, or take a larger one"
+    )
+
+
+def host_fault(needed: float, processes: int, host_bytes: float) -> str:
+    """Return the message about too little host memory beside GPUs that do not hold the layers.
+
+    `needed`, `host_bytes`: for each of the `processes` of a machine.
+    """
+    return (
+        f"heal needs {needed / 1e9:,.1f} GB of host memory for each of {processes} processes, since their GPUs do not "
+        f"hold the layers, and there are {host_bytes / 1e9:,.1f}; raise workers.max on more machines, or leave out heal"
+    )
 
 
 class Heal(Block):

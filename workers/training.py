@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2.api.exceptions import ControllerError
@@ -27,8 +27,9 @@ from manifests.entries import HealingEntry
 from manifests.errors import Interrupted, LaminaError, NumericsError, WorkerError
 from manifests.packages import prepare_process
 from manifests.schema import Workers
+from pipeline.healing.processes import BACKENDS
 from stores.backend import Storage
-from workers.cluster import whole_room
+from workers.cluster import machine_bytes, whole_room
 from workers.device_settings import configure_device
 from workers.memory import TRAINING_KERNELS, bound_kernel_caches
 
@@ -143,7 +144,7 @@ def _train(
                 storage_path=folder,
                 failure_config=FailureConfig(max_failures=LOSSES, controller_failure_limit=0),
             ),
-            torch_config=TorchConfig(backend="nccl" if workers.gpus else "gloo", timeout_s=int(SILENT_S)),
+            torch_config=TorchConfig(backend=BACKENDS["cuda" if workers.gpus else "cpu"], timeout_s=int(SILENT_S)),
         )
         fitting = _Fitting(trainer)
         while not failures and not fitting.ended(POLL_S):
@@ -208,8 +209,9 @@ def _process(config: dict[str, Any]) -> None:
     configure_device(float(task.use_gpu))
     if ray.get(mailbox.has_ended.remote()):
         return  # another process has ended the training
+    host_bytes = machine_bytes() / get_context().get_local_world_size()
     try:
-        train(task, _Sender(mailbox))
+        train(task, _Sender(mailbox), host_bytes)
     except LaminaError as error:
         ray.get(mailbox.post.remote("failed", error))
         if not isinstance(error, (Interrupted, NumericsError)):  # which all processes raise at the same step

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from manifests.heal import CHECKPOINTED_BYTES, LOGIT_ROWS, MICRO_TOKENS, step_windows
-from manifests.schema import Manifest
+from manifests.heal import CHECKPOINTED_BYTES, LOGIT_ROWS, MICRO_TOKENS, TrainingMemory, step_windows
+from manifests.schema import Manifest, Workers
 from pipeline.cost_model.prices import WORKERS_SECONDS
-from pipeline.cost_model.rates import Rates
+from pipeline.cost_model.rates import NOMINAL_CPU, Rates
 from pipeline.cost_model.work import scoring_flops
 from pipeline.families.geometry import Geometry
 from pipeline.kernels.teacher_rows import row_bytes
@@ -21,7 +21,9 @@ PRODUCTS = 3.0  # forward, and two backward; the gradient of the embeddings and 
 CHECKPOINTED = 4.0  # the same, if the backward pass repeats the forward pass
 MASTER_BYTES = 4  # bytes of a number in training
 STATE_BYTES = 4 + 4 + 4  # bytes beside a trained number: its gradient, both moments of Adam
-EXCHANGED = 3 * MASTER_BYTES  # bytes of a number in a step between processes: gathered twice, its gradient summed once
+# Bytes of a number in a step between processes, or between host and GPU: gathered twice, its gradient summed once.
+EXCHANGED = 3 * MASTER_BYTES
+UPDATED = 7 * MASTER_BYTES  # bytes of a number that AdamW reads and writes in host memory
 LONG_GROUP = 1024  # about how many columns share a scale where each row has one
 MULTIPLIED_OUT = 8  # bytes to multiply out a code in float32: its level, and the level times the scale
 ROW_TENSORS = 6  # float32 tensors as large as the logits of some rows
@@ -34,36 +36,56 @@ class HealingWork:
 
     Attributes:
         tokens: trained tokens, once; held_out: held-out tokens.
-        processes: the number of processes that train.
+        processes: the number of processes that train; workers: the settings of each.
         teacher_flops, training_flops, evaluation_flops: operations, of all processes together.
-        exchanged_bytes: bytes that a process gets from the others.
-        memory_bytes: the memory of a process on its device; disk_bytes: bytes in the run directory.
+        trained_numbers: the trained numbers, once for each step.
+        memory: the memory of the processes; disk_bytes: bytes in the run directory.
     """
 
     tokens: int
     held_out: int
     processes: int
+    workers: Workers
     teacher_flops: float
     training_flops: float
     evaluation_flops: float
-    exchanged_bytes: float
-    memory_bytes: int
+    trained_numbers: float
+    memory: TrainingMemory
     disk_bytes: int
+
+    def offloads(self, rates: Rates) -> bool:
+        """Return True if a process's part of the layers is in host memory, because a GPU does not hold it."""
+        return self.workers.gpus > 0 and self.memory.offloads(self.processes, rates.device_bytes)
+
+    def memory_bytes(self, rates: Rates) -> int:
+        """Return the memory of a process on its device."""
+        host = 0 if self.workers.gpus else self.memory.on_host(self.processes)
+        return host + self.memory.on_device(self.processes, self.offloads(rates))
+
+    def exchanged_bytes(self) -> float:
+        """Return the bytes that a process gets from the others."""
+        return EXCHANGED * self.trained_numbers if self.processes > 1 else 0.0
 
     def seconds(self, rates: Rates, workers: int) -> dict[str, float]:
         """Return the seconds by phase. All workers pass the dense model, and as many processes train."""
         computing = self.training_flops / rates.backward + self.evaluation_flops / rates.single
         teacher = WORKERS_SECONDS + self.teacher_flops / rates.single / workers
-        between_nodes = self.exchanged_bytes / rates.network if self.processes > rates.workers_per_node else 0.0
-        return {"score teacher": teacher, "heal": WORKERS_SECONDS + computing / self.processes + between_nodes}
+        heal = WORKERS_SECONDS + computing / self.processes
+        heal += self.exchanged_bytes() / rates.network if self.processes > rates.workers_per_node else 0.0
+        if self.offloads(rates):
+            updates = UPDATED / (NOMINAL_CPU.memory * self.workers.cpus)
+            heal += self.trained_numbers / self.processes * (EXCHANGED / rates.link + updates)
+        return {"score teacher": teacher, "heal": heal}
 
-    def report(self) -> Mapping[str, float]:
+    def report(self, rates: Rates) -> Mapping[str, float]:
         """Return the figures of the plan's report."""
+        offloads = self.offloads(rates)
         return {
-            "healing_bytes": self.memory_bytes,
+            "healing_bytes": self.memory_bytes(rates),
             "healing_disk_bytes": self.disk_bytes,
             "healing_processes": self.processes,
             "healing_tokens": self.tokens,
+            **({"healing_host_bytes": self.memory.on_host(self.processes, offloads)} if offloads else {}),
         }
 
 
@@ -89,31 +111,36 @@ def healing_work(manifest: Manifest, geometry: Geometry, share: float, itemsize:
     windows = max(1, tokens // length)
     steps = math.ceil(heal.epochs * windows / step_windows(windows, length, heal.epochs, processes))
     numbers = int(geometry.model_numbers() * share)
-    whole = min(numbers, geometry.model_numbers() - geometry.decoder_numbers())  # embeddings and head
-    written = numbers - whole
-    rounding, trained = manifest.quantize, written
-    memory = whole * MASTER_BYTES
+    outside = min(numbers, geometry.model_numbers() - geometry.decoder_numbers())  # embeddings and head
+    written = numbers - outside
+    rounding, trained, divided = manifest.quantize, written, 0
+    whole = outside * MASTER_BYTES
     if rounding is not None:  # rows are multiplied out while a layer computes
         trained = written if heal.what == "codes" else written // (rounding.group or LONG_GROUP)
         bits = 8 if rounding.bits == "auto" else rounding.bits
         if "head" in rounding.outer_roles:  # the dense head, beside the rounded one
-            memory += MASTER_BYTES * geometry.hidden * geometry.vocab
-        memory += written * bits // 8 // processes + MULTIPLIED_OUT * (written // layers if twice else written)
-    memory += trained // processes * (MASTER_BYTES + STATE_BYTES)
-    memory += 0 if manifest.workers.gpus else trained // processes * (MASTER_BYTES + itemsize)  # else on the host
-    memory += 0 if processes == 1 else 2 * MASTER_BYTES * (trained // layers)  # a layer, and the next one
-    memory += LOGIT_ROWS * ROW_TENSORS * 4 * geometry.vocab
+            whole += MASTER_BYTES * geometry.hidden * geometry.vocab
+        divided = written * bits // 8
+        whole += MULTIPLIED_OUT * (written // layers if twice else written)
+    whole += LOGIT_ROWS * ROW_TENSORS * 4 * geometry.vocab
     kept = 4 * geometry.hidden * layers * max(length, MICRO_TOKENS)  # inputs of layers
-    memory += activations // layers + kept if twice else activations
+    whole += activations // layers + kept if twice else activations
+    memory = TrainingMemory(
+        divided=divided + trained * (MASTER_BYTES + STATE_BYTES),
+        copies=trained * (MASTER_BYTES + itemsize),
+        whole=whole,
+        gathered=2 * MASTER_BYTES * (trained // layers),
+    )
     rows = tokens * row_bytes(geometry.vocab) + held_out * geometry.hidden * 4
     return HealingWork(
         tokens=tokens,
         held_out=held_out,
         processes=processes,
+        workers=manifest.workers,
         teacher_flops=(tokens + held_out) * dense,
         training_flops=heal.epochs * tokens * dense * share * (CHECKPOINTED if twice else PRODUCTS),
         evaluation_flops=EVALUATIONS * held_out * (dense * share + 2.0 * geometry.hidden * geometry.vocab),
-        exchanged_bytes=0.0 if processes == 1 else float(steps * EXCHANGED * trained),
-        memory_bytes=memory,
+        trained_numbers=float(steps * trained),
+        memory=memory,
         disk_bytes=rows + numbers * itemsize + 2 * trained * (MASTER_BYTES + 8 + itemsize),
     )

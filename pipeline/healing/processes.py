@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+# Of torch.distributed, by type of device. Parts of layers in host memory beside a GPU need one for the CPU, too.
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 T = TypeVar("T")
 
 

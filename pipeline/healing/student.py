@@ -1,7 +1,8 @@
 """The compressed model while it is trained: loaded by transformers as a user loads it, with float32 weights.
 
 Of several processes, each holds a part of every decoder layer's weights, cut by FSDP2; a layer is whole only while it
-computes. Embeddings, the final norm and the head do not train, and are whole in every process.
+computes. Embeddings, the final norm and the head do not train, and are whole in every process. If a GPU does not hold
+its process's part, FSDP keeps the part in host memory, and brings a layer at a time to the GPU, also for one process.
 
 Legend: B windows, S tokens of a window, T tokens, D hidden, V vocabulary.
 """
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import lamina  # noqa: F401 - registers its classes, so that no code of the checkpoint runs
@@ -54,6 +55,8 @@ class Student:
         device: torch.device,
         activation_bytes: int,
         processes: Processes,
+        *,
+        offloads: bool = False,
     ) -> None:
         """Load a checkpoint; all processes at the same time.
 
@@ -62,10 +65,11 @@ class Student:
             names: the stored names of the trained tensors, and the dtypes in which they are stored.
             device: where the model is trained.
             activation_bytes: of a micro-batch; many are computed again in the backward pass.
+            offloads: the layers' weights, gradients and moments are in host memory, where the optimizer computes.
 
         Raises InputError if a named tensor is no parameter.
         """
-        self.model = _loaded(folder, device, processes, names)
+        self.model = _loaded(folder, device, processes, names, offloads)
         self.model.config.attention_dropout = 0.0
         self.dtypes, self.device = names, device
         head_file = folder / DENSE_HEAD
@@ -179,7 +183,7 @@ def _path_of(base: Any, name: str) -> tuple[str, ...]:
     return tuple(names[name])
 
 
-def _loaded(folder: Path, device: torch.device, processes: Processes, trained: Container[str]) -> Any:
+def _loaded(folder: Path, device: torch.device, processes: Processes, trained: Container[str], offloads: bool) -> Any:
     """Load a model in float32; each process gets a part of its layers. Process 0 reads and sends it layer by layer."""
     if processes.rank == 0:
         with _undivided():
@@ -195,7 +199,7 @@ def _loaded(folder: Path, device: torch.device, processes: Processes, trained: C
         _widen(module)
     multiply_out(model, ends)
     model.requires_grad_(False)
-    if processes.count == 1:
+    if processes.count == 1 and not offloads:
         _widen(model.to(device))
         return model
     base = model.get_decoder()
@@ -208,11 +212,12 @@ def _loaded(folder: Path, device: torch.device, processes: Processes, trained: C
     whole = {*model.parameters()}
     setattr(holder, last, layers)
     mesh = init_device_mesh(device.type, (processes.count,))
+    policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offloads else OffloadPolicy()
     for layer in layers.children():
         _place(layer, device)
         _send(layer)
-        fully_shard(layer, mesh=mesh)
-    fully_shard(base, mesh=mesh, ignored_params=whole)
+        fully_shard(layer, mesh=mesh, offload_policy=policy)
+    fully_shard(base, mesh=mesh, ignored_params=whole, offload_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_reduce_scatter_unused_params(True)  # such as those of experts without a token here

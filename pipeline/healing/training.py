@@ -159,14 +159,14 @@ class Trainer:
         return state
 
     def load(self, state: Mapping[str, Tensor], step: int, curve: HealingCurve) -> None:
-        """Continue from a checkpoint: the result of `state` with other values."""
+        """Continue from a checkpoint: the result of `state` with other values, whose tensors it keeps."""
         best = {name: state[BEST + name] for name in self.student.trained} if curve.best else {}
         self.progress = Progress(step, curve, best)
         steps = torch.tensor(float(step - curve.skipped))
         for name, parameter in self.student.trained.items():
             with torch.no_grad():
                 parameter.copy_(state[f"weight/{name}"])
-            moments = {kind: state[f"{kind}/{name}"].clone() for kind in ("exp_avg", "exp_avg_sq")}
+            moments = {kind: state[f"{kind}/{name}"] for kind in ("exp_avg", "exp_avg_sq")}
             self.optimizer.state[parameter] = {"step": steps.clone(), **moments}
 
     def _timed(self, kind: str, act: Callable[[], None]) -> None:

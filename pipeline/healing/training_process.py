@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
 import lamina  # noqa: F401 - registers its classes
 from manifests.entries import HealingEntry, TeacherEntry
-from manifests.errors import Interrupted
+from manifests.errors import InputError, Interrupted
+from manifests.heal import TrainingMemory, device_fault, host_fault
 from pipeline.healing.checkpoints import load_state, save_state
-from pipeline.healing.processes import Processes
+from pipeline.healing.processes import BACKENDS, Processes
 from pipeline.healing.stored_text import StoredText, TextSizes
 from pipeline.healing.student import DENSE_HEAD, Student
 from pipeline.healing.training import Schedule, Trainer
@@ -39,6 +42,7 @@ class TrainingTask:
         sizes, teacher: the text, and the dense model's distribution on it.
         use_gpu, threads: of a process.
         activation_bytes: of a micro-batch.
+        memory: of the processes.
         checkpoint_s: between two checkpoints.
     """
 
@@ -52,6 +56,7 @@ class TrainingTask:
     use_gpu: bool
     threads: int
     activation_bytes: int
+    memory: TrainingMemory
     checkpoint_s: float
 
 
@@ -71,11 +76,13 @@ class TrainingJournal(Protocol):
         """Enter a checkpoint, which replaces the one before."""
 
 
-def train(task: TrainingTask, journal: TrainingJournal) -> None:
+def train(task: TrainingTask, journal: TrainingJournal, host_bytes: float) -> None:
     """Train from the last checkpoint to the end, and store the state there.
 
+    `host_bytes`: the memory of this machine, for each of the processes here.
+
     Raises:
-        InputError: a tensor does not train.
+        InputError: a tensor does not train, or the training does not fit the memory.
         CorruptError: the last checkpoint is damaged.
         NumericsError: gradients are not finite.
         StorageError: a checkpoint cannot be written.
@@ -87,15 +94,55 @@ def train(task: TrainingTask, journal: TrainingJournal) -> None:
     torch.set_num_threads(task.threads)
     try:
         device = torch.device("cuda" if task.use_gpu else "cpu")
-        with on_this_machine(task.student, Storage.files if processes.rank == 0 else without_weights) as folder:
-            student = Student(Path(folder), task.names, device, task.activation_bytes, processes)
-        store = ActivationStore(task.run_dir.below(ACTIVATIONS))
         say = journal.say if processes.rank == 0 else _nothing
-        text = StoredText(task.sizes, task.teacher, store)
-        training = Trainer(student, text, task.schedule, processes, say)
-        _Process(task, training, journal, processes).run()
+        offloads = processes.any(_offloads(task, processes, host_bytes, say))
+        with _joined(offloads, device):
+            with on_this_machine(task.student, Storage.files if processes.rank == 0 else without_weights) as folder:
+                student = Student(Path(folder), task.names, device, task.activation_bytes, processes, offloads=offloads)
+            store = ActivationStore(task.run_dir.below(ACTIVATIONS))
+            text = StoredText(task.sizes, task.teacher, store)
+            training = Trainer(student, text, task.schedule, processes, say)
+            _Process(task, training, journal, processes).run()
     finally:
         torch.set_num_threads(threads)
+
+
+def _offloads(task: TrainingTask, processes: Processes, host_bytes: float, say: Callable[[str], None]) -> bool:
+    """Return True if this process's part of the layers is in host memory, because its GPU does not hold it.
+
+    Raises InputError if neither holds it.
+    """
+    if not task.use_gpu:
+        return False
+    memory = task.memory
+    device_bytes = torch.cuda.get_device_properties(torch.device("cuda")).total_memory
+    if not memory.offloads(processes.count, device_bytes):
+        return False
+    if (on_device := memory.on_device(processes.count, offloaded=True)) > device_bytes:
+        raise InputError(device_fault(on_device, processes.count, device_bytes))
+    if (on_host := memory.on_host(processes.count, offloaded=True)) > host_bytes:
+        raise InputError(host_fault(on_host, processes.count, host_bytes))
+    say(
+        f"heal: a process needs {memory.on_device(processes.count) / 1e9:,.1f} GB of its GPU, which has "
+        f"{device_bytes / 1e9:,.1f}: weights, gradients and moments of the layers are in {on_host / 1e9:,.1f} GB of "
+        "host memory"
+    )
+    return True
+
+
+@contextmanager
+def _joined(offloads: bool, device: torch.device) -> Iterator[None]:
+    """Make a process group of this process alone for the block, if the layers are in host memory: FSDP, which brings
+    them to the device, needs a group."""
+    if not offloads or dist.is_initialized():
+        yield
+        return
+    store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not exported
+    dist.init_process_group(BACKENDS[device.type], store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 class _Process:
@@ -114,7 +161,7 @@ class _Process:
         entered = self.journal.last()
         if entered is None:
             return
-        state = {name: tensor.clone() for name, tensor in self.training.state().items()}
+        state = self.training.state()
         load_state(self.task.run_dir, entered.folder, state)
         self.training.load(state, entered.step, entered.curve)
         self.training.say(f"heal: resuming after step {entered.step} of {self.training.schedule.steps}")

@@ -14,7 +14,6 @@ from typing import Any
 from manifests.entries import HealedEntry
 from manifests.errors import CorruptError
 from manifests.heal import Heal
-from manifests.importing import quick_imports
 from pipeline.driver.ledger_keys import COMPLETE, HEALED, HEALING, TEACHER, layer_key
 from pipeline.inputs.calibration import tokens_digest
 from pipeline.inputs.healing_text import HealingTokens
@@ -57,6 +56,8 @@ def train_layers(job: JobContext, pool: WorkerStarter) -> HealedEntry | None:
     healing, entered = _asked(job), _entered(job)
     if healing is not None and (entered is None or entered.of != healing.of):
         entered = _heal(job, healing, pool)
+    if entered is not None:
+        _drop_training(job, entered)
     return entered
 
 
@@ -127,9 +128,6 @@ def _base(job: JobContext) -> tuple[str | None, ...]:
 
 def _heal(job: JobContext, healing: Healing, pool: WorkerStarter) -> HealedEntry:
     """Train, stage the healed layers if they are better, and enter the healing."""
-    with quick_imports():
-        from pipeline.healing.checkpoints import sweep_states
-
     teacher = stored_teacher(job, pool)
     for left in range(TRIES - 1, -1, -1):
         try:
@@ -153,6 +151,14 @@ def _heal(job: JobContext, healing: Healing, pool: WorkerStarter) -> HealedEntry
     forget_figures(job.ledger)
     entered = HealedEntry(of=healing.of, base=healing.base, layers=layers, trained=trained, figures=figures)
     job.ledger.commit(HEALED, entered)
-    job.ledger.retract(HEALING)
-    sweep_states(job.run_dir.storage, None)
     return entered
+
+
+def _drop_training(job: JobContext, entered: HealedEntry) -> None:
+    """Drop the last checkpoint of the training of a finished healing, of this run or of a killed one."""
+    begun = job.ledger.get(HEALING)
+    if begun is not None and begun.of == entered.of:
+        from pipeline.healing.checkpoints import sweep_states
+
+        sweep_states(job.run_dir.storage, None)
+        job.ledger.retract(HEALING)  # last: it names what is to be dropped

@@ -15,6 +15,7 @@ import torch
 
 from manifests.errors import InputError, reason
 from manifests.fit import memory_text
+from manifests.heal import device_fault, host_fault
 from manifests.schema import Manifest
 from pipeline.checkpoint.engines import planned_lines
 from pipeline.checkpoint.planned_size import plan_of
@@ -104,8 +105,9 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
     healing = healing_work(manifest, geometry, plan.kept, dtype.itemsize)
     phases |= healing.seconds(rates, passes.workers) if healing else {}
     report = plan.report() | stored_bytes(prices, manifest) | seconds_of(phases, rates)
-    report |= healing.report() if healing else {}
+    report |= healing.report(rates) if healing else {}
     remarks += [*chosen, *_not_counted(manifest, inputs), *unknown, *(tokens.read.left_out() if tokens else ())]
+    remarks += offloaded_layers(report)
     further: dict[str, Any] = {} if inputs is None else {"engines": planned_lines(inputs)}
     further |= {} if serving is None else {"serving": serving.report(plan.output_bytes)}
     return report | verdict(manifest, report, source, remarks) | further
@@ -156,6 +158,17 @@ def _not_counted(manifest: Manifest, inputs: Inputs | None) -> list[str]:
     if inputs is None and manifest.evaluation.perplexity is not None:
         remarks.append("evaluation.perplexity is not among the seconds: with --config its text is not read")
     return remarks + uncounted_healing(manifest)
+
+
+def offloaded_layers(report: Mapping[str, Any]) -> list[str]:
+    """Return a remark if the layers of a healing are in host memory, because the GPUs do not hold them."""
+    if "healing_host_bytes" not in report:
+        return []
+    on_host = f"{report['healing_host_bytes'] / 1e9:,.1f} GB"
+    return [
+        f"heal: the GPUs do not hold the layers that train, which are in host memory, {on_host} "
+        f"for each of {report['healing_processes']} processes; steps take longer than with more workers (workers.max)"
+    ]
 
 
 def uncounted_healing(manifest: Manifest) -> list[str]:
@@ -221,10 +234,8 @@ def exceeded_limits(manifest: Manifest, plan: Mapping[str, Any], source: RateSou
         )
     healing = plan.get("healing_bytes", 0)
     if source.gpu is not None and manifest.workers.gpus and healing > plan["rates"]["device_bytes"]:
-        limits.append(
-            f"does not fit: heal needs {healing / 1e9:,.0f} GB of each of {plan['healing_processes']} GPUs, which has "
-            f"{plan['rates']['device_bytes'] / 1e9:.0f}; raise workers.max, leave out heal, or take a larger one"
-        )
+        fault = device_fault(healing, plan["healing_processes"], plan["rates"]["device_bytes"])
+        limits.append(f"does not fit: {fault}")
     run_dir_bytes = plan["run_dir_bytes"] + plan.get("healing_disk_bytes", 0)
     for name, needed in (("output", plan["output_bytes"]), ("run_dir", run_dir_bytes)):
         place = Path(getattr(manifest, name))
@@ -261,6 +272,9 @@ def _beyond_this_machine(manifest: Manifest, plan: Mapping[str, Any]) -> list[st
             f"does not fit: heal trains in {processes} processes of {healing / 1e9:,.1f} GB of memory, this machine "
             f"has {machine / 1e9:,.1f}; leave out heal, or give --address of a cluster"
         )
+    on_host = plan.get("healing_host_bytes", 0)
+    if on_host * processes > machine:
+        limits.append(f"does not fit: {host_fault(on_host, processes, machine / processes)}")
     gpus, workers = torch.cuda.device_count(), manifest.workers
     if workers.gpus * workers.min > gpus:
         limits.append(

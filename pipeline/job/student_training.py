@@ -18,12 +18,14 @@ import torch
 from lamina.mixture_lamina import ROUTER, ROUTER_BIAS
 from manifests.entries import HealingEntry, TeacherEntry
 from manifests.errors import StorageError
-from manifests.heal import Heal, step_windows
+from manifests.heal import Heal, TrainingMemory, step_windows
 from manifests.importing import quick_imports
 from manifests.records import StagedRecord
 from manifests.schema import Workers
 from pipeline.checkpoint.assembling import Assembler
+from pipeline.checkpoint.planned_size import plan_of
 from pipeline.console.signals import interrupting
+from pipeline.cost_model.healing_work import healing_work
 from pipeline.driver.ledger_keys import HEALING, layer_key
 from pipeline.inputs.healing_text import HealingTokens
 from pipeline.job.context import JobContext
@@ -92,6 +94,7 @@ def train_student(
             use_gpu=workers.gpus > 0,
             threads=workers.cpus,
             activation_bytes=_activation_bytes(job, sizes),
+            memory=_planned_memory(job, sizes),
             checkpoint_s=CHECKPOINT_S,
         )
         job.observer.stage("heal")
@@ -208,7 +211,7 @@ def _checkpoint_at_the_end(job: JobContext, task: TrainingTask, processes: int) 
             if job.in_process:
                 from pipeline.healing.training_process import train
 
-                train(task, journal)
+                train(task, journal, _host_bytes(task))
             else:
                 from workers.training import train_in_processes
 
@@ -218,12 +221,31 @@ def _checkpoint_at_the_end(job: JobContext, task: TrainingTask, processes: int) 
     return entered
 
 
+def _host_bytes(task: TrainingTask) -> float:
+    """Return the memory of this machine, of which a training on its GPU may need much."""
+    if not task.use_gpu:
+        return math.inf
+    from workers.cluster import machine_bytes  # and Ray
+
+    return machine_bytes()
+
+
 def _activation_bytes(job: JobContext, sizes: TextSizes) -> int:
     """Estimate the bytes of the activations of a micro-batch in float32."""
     hidden = job.inputs.geometry.hidden
     width = job.inputs.config.get("intermediate_size") or 4 * hidden
     numbers = ACTIVATION_NUMBERS[0] * hidden + ACTIVATION_NUMBERS[1] * int(width)
     return 4 * numbers * job.inputs.geometry.num_layers * sizes.micro_batch * sizes.length
+
+
+def _planned_memory(job: JobContext, sizes: TextSizes) -> TrainingMemory:
+    """Return the memory of the processes as `plan` counts it."""
+    assert job.manifest.heal is not None
+    read = job.manifest.heal.model_copy(update={"tokens": sizes.tokens})
+    manifest = job.manifest.model_copy(update={"heal": read})
+    work = healing_work(manifest, job.inputs.geometry, plan_of(job.inputs).kept, job.inputs.dtype.itemsize)
+    assert work is not None, "the number of tokens is known"
+    return work.memory
 
 
 class _Journal:

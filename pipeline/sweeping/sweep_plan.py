@@ -21,6 +21,7 @@ from pipeline.inputs.job_inputs import Inputs
 from pipeline.job.context import JobContext
 from pipeline.job.plan_report import (
     RateSource,
+    offloaded_layers,
     rates_from,
     seconds_of,
     stored_bytes,
@@ -71,10 +72,10 @@ def sweep_report(sweep: Sweep, points: tuple[SweepPoint, ...], request: RateSour
         read_phases={**plan.read_phases, "other points": others},
     )
     report = plan.report() | _stored_bytes(swept, shared, rates) | seconds_of(phases, rates)
-    report |= max(healings, key=lambda work: work.memory_bytes).report() if healings else {}
+    report |= max(healings, key=lambda work: work.memory_bytes(rates)).report(rates) if healings else {}
     del report["expected_numbers"]  # points differ in it
     remarks = [*dict.fromkeys(remark for point in swept for remark in point.inputs.remarks), *unknown]
-    remarks += uncounted_healing(shared.manifest)
+    remarks += [*uncounted_healing(shared.manifest), *offloaded_layers(report)]
     return report | verdict(shared.manifest, report, request, remarks) | {"points": rows}
 
 

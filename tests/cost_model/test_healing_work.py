@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from manifests.heal import step_windows
+from manifests.heal import TrainingMemory, step_windows
 from manifests.schema import Manifest
 from pipeline.cost_model.healing_work import HealingWork, healing_work
 from pipeline.cost_model.rates import GPUS
@@ -44,22 +44,23 @@ def test_a_70b_model() -> None:
     assert planned.training_flops == pytest.approx(4.5e18, rel=0.15)
     assert planned.disk_bytes > 192 * 10_000_000
     h200 = GPUS["NVIDIA H200"]
-    assert 16 * 0.8 * 68e9 / 8 < planned.memory_bytes < h200.device_bytes
+    assert 16 * 0.8 * 68e9 / 8 < planned.memory_bytes(h200) < h200.device_bytes
     seconds = planned.seconds(h200, 8)
     assert sum(seconds.values()) < 7200.0
     assert seconds["heal"] > planned.training_flops / 8 / h200.backward
     alone = work(heal={"text": {"files": ["-"]}, "tokens": 10_000_000}, workers={**gpus, "max": 1})
     assert alone is not None
-    assert alone.memory_bytes > 16 * 0.8 * 68e9
-    assert alone.exchanged_bytes == 0.0
+    assert alone.memory_bytes(h200) < h200.device_bytes < 16 * 0.8 * 68e9 < alone.report(h200)["healing_host_bytes"]
+    assert alone.exchanged_bytes() == 0.0
+    assert alone.seconds(h200, 1)["heal"] > alone.seconds(replace(h200, device_bytes=2e12), 1)["heal"]
     rounded = work(heal={"tokens": 10_000_000}, workers=gpus, quantize={"bits": 4})
     assert rounded is not None
-    assert rounded.memory_bytes < planned.memory_bytes / 2
+    assert rounded.memory_bytes(h200) < planned.memory_bytes(h200) / 2
     codes = work(heal={"tokens": 10_000_000, "what": "codes"}, workers=gpus, quantize={"bits": 4})
     assert codes is not None
-    assert codes.memory_bytes > planned.memory_bytes, "dense weights beside the codes"
+    assert codes.memory.on_device(8) > planned.memory.on_device(8), "dense weights beside the codes"
     nodes = planned.seconds(replace(h200, workers_per_node=4), 8)
-    assert nodes["heal"] == pytest.approx(seconds["heal"] + planned.exchanged_bytes / h200.network)
+    assert nodes["heal"] == pytest.approx(seconds["heal"] + planned.exchanged_bytes() / h200.network)
 
 
 def test_the_calibration_text_and_texts_of_unknown_length() -> None:
@@ -111,17 +112,37 @@ def planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
     return plan
 
 
+def test_memory_of_a_process() -> None:
+    memory = TrainingMemory(divided=160, copies=60, whole=20, gathered=5)
+    assert [memory.on_device(processes) for processes in (1, 2, 4)] == [180, 105, 65]
+    assert [memory.on_device(processes, offloaded=True) for processes in (1, 4)] == [25, 25]
+    assert [memory.on_host(2, offloaded) for offloaded in (False, True)] == [30, 110]
+    assert [memory.offloads(processes, 105) for processes in (1, 2)] == [True, False]
+
+
+@pytest.mark.slow
+def test_layers_that_gpus_do_not_hold_are_in_host_memory(planned: Callable[..., Any]) -> None:
+    gpus = ("--gpu", "H200", "--set", "workers.gpus=1")
+    several = planned(*gpus, "--set", "workers.max=8")
+    assert not [said for said in [*several["limits"], *several["remarks"]] if "heal" in said]
+    assert "healing_host_bytes" not in several
+    alone = planned(*gpus, "--set", "workers.max=1")
+    assert not [limit for limit in alone["limits"] if "heal" in limit]
+    (said,) = (remark for remark in alone["remarks"] if "heal" in remark)
+    assert said.startswith("heal: the GPUs do not hold the layers that train, which are in host memory, ")
+    assert f"{alone['healing_host_bytes'] / 1e9:,.1f} GB for each of 1 processes" in said
+    assert alone["healing_host_bytes"] > 16 * 0.8 * 68e9
+
+
 @pytest.mark.slow
 def test_gpus_too_small_for_the_student_are_refused_by_name(planned: Callable[..., Any]) -> None:
-    gpus = ("--gpu", "H200", "--set", "workers.gpus=1")
-    alone = planned(*gpus, "--set", "workers.max=1")
-    (said,) = (limit for limit in alone["limits"] if "heal" in limit)
+    found = planned("--gpu", "H200", "--set", "workers.gpus=1", "--set", "workers.max=8", vocab_size=2_500_000)
+    (said,) = (limit for limit in found["limits"] if "heal" in limit)
     assert said.startswith("does not fit: heal needs ")
     assert said.endswith(
-        " GB of each of 1 GPUs, which has 141; raise workers.max, leave out heal, or take a larger one"
+        " GB of each of 8 GPUs with the layers in host memory, and each has 141; leave out heal, or take a larger one"
     )
-    assert not alone["fits"]
-    assert not [limit for limit in planned(*gpus, "--set", "workers.max=8")["limits"] if "heal" in limit]
+    assert not found["fits"]
 
 
 @pytest.mark.slow

@@ -25,8 +25,10 @@ import torch
 # Commands import these four when they need them: here once, before children are forked.
 import lamina.modeling_lamina
 import lamina.wrapper_lamina  # noqa: F401
+import manifests.heal
 import pipeline.evaluation.losses
-import pipeline.job.stages  # noqa: F401
+import pipeline.job.stages
+import pipeline.job.student_training
 from pipeline.kernels.descent import Descent
 from pipeline.units.units import Pair
 from stores.ledger import Ledger
@@ -47,7 +49,7 @@ class Hook:
 
     Attributes:
         what: `commit` (a new key of the ledger), `file` (a rename or link to a final name), `remove` (of a folder),
-            `sync` (an fsync of a file or folder), `step` (a step of training).
+            `unlink` (of a file), `sync` (an fsync of a file or folder), `step` (a step of training).
         match: count only operations whose ledger key or path contains this.
         after: just after the operation, instead of just before it.
         pause: create this file and wait until it is removed, instead of dying.
@@ -238,6 +240,18 @@ def _install(hook: Hook) -> None:
     around("file", os, "link", 1, lambda path: ".partial" not in path)
     around("sync", os, "fsync", 0, lambda path: "lock.json" not in path)
     around("remove", shutil, "rmtree", 0, lambda path: True)
+    around("unlink", os, "unlink", 0, lambda path: ".partial" not in path and "lock.json" not in path)
+
+
+def small_steps() -> None:
+    """Make steps of three windows in a child that heals."""
+    manifests.heal.STEPS, manifests.heal.STEP_TOKENS = 1, 96
+
+
+def many_checkpoints() -> None:
+    """Make small steps, each with a checkpoint, in a child that heals."""
+    small_steps()
+    pipeline.job.student_training.CHECKPOINT_S = 0.0
 
 
 def killed_again_and_again(made: Job, hook: Hook, most: int) -> Iterator[int]:

@@ -29,6 +29,10 @@ TEXTS = (
 UNIFORM = {"methods": [{"method": "flat_llm", "ranks": {"value": 9, "mlp": 33}}], "budget": None}
 ROUNDED = {"methods": [], "budget": None, "quantize": {"bits": 4, "group": 32, "what": "all"}}
 ON_LEVELS: dict[str, Any] = {**ROUNDED, "quantize": {"bits": 4, "group": 32, "what": "all", "levels": "iq4_nl"}}
+HEALED: dict[str, Any] = {**UNIFORM, "heal": {"epochs": 8, "learning_rate": 0.003}}
+HEALED_LEVELS: dict[str, Any] = {
+    **ON_LEVELS, "calibration.samples": 64, "heal": {"epochs": 4, "learning_rate": 5e-6}  # levels are up to 127
+}  # fmt: skip
 BY_LAYER = {"methods": [{"method": "flat_llm", "layers": [1], "ranks": {"mlp": 33}}], "budget": None}
 
 
@@ -176,9 +180,11 @@ def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
 
 @needs_llama_cpp
 @needs_gguf
-@pytest.mark.usefixtures("inline")
+@pytest.mark.usefixtures("small_steps")
 @pytest.mark.parametrize(
-    "method", [UNIFORM, BY_LAYER, ROUNDED, ON_LEVELS], ids=["llama", "deci", "rounded", "on-levels"]
+    "method",
+    [UNIFORM, BY_LAYER, ROUNDED, ON_LEVELS, HEALED, HEALED_LEVELS],
+    ids=["llama", "deci", "rounded", "on-levels", "healed", "healed-on-levels"],
 )
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_llama_cpp_computes_the_same(family: str, method: dict[str, Any], tmp_path: Path, job: MakeJob) -> None:
@@ -193,13 +199,13 @@ def test_llama_cpp_computes_the_same(family: str, method: dict[str, Any], tmp_pa
     source = make_source(tmp_path / "source", family, **sizes)
     make_tokenizer().save_pretrained(source)  # 320 tokens, to which transformers adds one for qwen2
     made = job(source, **method)
-    made.run().json  # noqa: B018 - asserts the exit code
+    assert ("healed" in made.run().json) == ("heal" in method)
     ended, destination = export(made, "gguf", "model.gguf")
     assert ended.code == 0, ended.err
     ids_BT = some_tokens(320, length=16)[:1]
     got = LlamaCpp(destination).log_probabilities(ids_BT[0].tolist(), sizes["vocab_size"])
     expected = logits_of(load(made.output), ids_BT)[0].log_softmax(-1)
-    if method in (ROUNDED, ON_LEVELS):  # beside codes it rounds activations, to 8 bits
+    if "quantize" in method:  # beside codes it rounds activations, to 8 bits
         assert relative_error(got, expected) < 0.08
         return
     assert relative_error(got, expected) < 0.02

@@ -16,6 +16,7 @@ import manifests.heal
 import pipeline.healing.checkpoints
 import pipeline.healing.student
 import pipeline.healing.training
+import pipeline.healing.training_process
 import pipeline.job.healing
 import pipeline.job.student_training
 from manifests.errors import NumericsError
@@ -156,10 +157,21 @@ def test_an_interrupted_healing_resumes_with_the_same_bytes(
 
 
 @pytest.mark.usefixtures("small_steps")
-def test_activations_that_are_computed_twice_change_no_byte(healed_job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [
+        (pipeline.healing.student, "CHECKPOINTED_BYTES", 0),
+        (pipeline.healing.training_process, "_offloads", lambda *_: True),
+    ],
+    ids=["computed twice", "in host memory"],
+)
+def test_it_changes_no_byte_where_activations_and_layers_are(
+    module: Any, name: str, value: Any, healed_job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Activations that are computed twice, and layers that FSDP keeps in host memory, here beside the device's."""
     digests = file_digests(healed_job.output)
     healed_job.put_back()
-    monkeypatch.setattr(pipeline.healing.student, "CHECKPOINTED_BYTES", 0)
+    monkeypatch.setattr(module, name, value)
     ended = command("heal", str(healed_job.run_dir), *SETTINGS)
     assert ended.code == 0, ended.err
     assert file_digests(healed_job.output) == digests

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import signal
 import time
@@ -29,7 +30,7 @@ from stores.bucket import Bucket
 from stores.disk import Disk
 from tests import buckets, factories
 from tests.encoders import encode_model
-from tests.end_to_end.children import CONTEXT, Child, end_group
+from tests.end_to_end.children import CONTEXT, Child, end_group, many_checkpoints, small_steps
 from tests.end_to_end.clusters import head_node, loopback, private_node
 from tests.end_to_end.jobs import Job, command, file_digests, read_tensors, without_ray
 
@@ -37,21 +38,10 @@ WAIT_S = 300.0
 SETTINGS = ("--set", "heal.epochs=8")
 
 
-def small_steps() -> None:
-    """Make steps of three windows in a child."""
-    manifests.heal.STEPS, manifests.heal.STEP_TOKENS = 1, 96
-
-
 def on_loopback() -> None:
     """Make small steps in a child that joins a cluster on loopback."""
     small_steps()
     loopback()
-
-
-def many_checkpoints() -> None:
-    """Make small steps, each with a checkpoint, in a child."""
-    small_steps()
-    pipeline.job.student_training.CHECKPOINT_S = 0.0
 
 
 def many_checkpoints_on_loopback() -> None:
@@ -138,34 +128,38 @@ class MeasuredStudent(Student):
 
     folder: Path
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         layers = [(name, each) for name, each in self.model.named_parameters() if ".layers." in name]
         held = {name: (local(each).numel(), each.numel()) for name, each in layers}
         (self.folder / f"held-{arguments[-1].rank}").write_text(json.dumps(held))
 
 
-def train_one(task: TrainingTask, rank: int, folder: Path) -> None:
-    """Be one of two processes that gloo joins."""
+def train_one(task: TrainingTask, rank: int, folder: Path, offloads: bool) -> None:
+    """Be one of two processes that gloo joins. `offloads`: FSDP keeps the layers in host memory."""
     torch.set_num_threads(1)
+    pipeline.healing.training_process._offloads = lambda *_: offloads
     MeasuredStudent.folder = folder
     pipeline.healing.training_process.Student = MeasuredStudent  # type: ignore[misc]
     torch.distributed.init_process_group("gloo", f"file://{folder}/joined", rank=rank, world_size=2)
-    train(task, Written(folder / "entry"))
+    train(task, Written(folder / "entry"), math.inf)
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(
-    "solved",
+    ("solved", "offloads"),
     [
-        "uniform",
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS),
+        ("uniform", False),
+        *(pytest.param(name, False, marks=pytest.mark.nightly) for name in OTHERS),
+        *(pytest.param(name, True, marks=pytest.mark.nightly) for name in ("head", "mixture")),
     ],
-    indirect=True,
+    indirect=["solved"],
 )
-def test_two_processes_heal_as_one_does(solved: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def train_two(task: TrainingTask, journal: TrainingJournal) -> None:
-        both = [CONTEXT.Process(target=train_one, args=(task, rank, tmp_path)) for rank in range(2)]
+def test_two_processes_heal_as_one_does(
+    solved: Job, offloads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train_two(task: TrainingTask, journal: TrainingJournal, _: float) -> None:
+        both = [CONTEXT.Process(target=train_one, args=(task, rank, tmp_path, offloads)) for rank in range(2)]
         for process in both:
             process.start()
         for process in both:

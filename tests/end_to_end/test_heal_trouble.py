@@ -1,4 +1,5 @@
-"""Healing in trouble: full disks, other settings after an interruption, weights that overflow. OUTPUT stays whole."""
+"""Healing in trouble: kills, full disks, other settings after an interruption, weights that overflow. OUTPUT stays
+whole."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import errno
 import os
 import re
 import shutil
+import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,12 +19,15 @@ import manifests.heal
 import pipeline.job.student_training
 from manifests.errors import NumericsError
 from pipeline.healing.training import Trainer
+from stores.durable import is_hidden
 from stores.source import INDEX_FILE
+from tests.end_to_end.children import Child, Hook, many_checkpoints
 from tests.end_to_end.jobs import Ended, Job, command, file_digests, without_ray
 from tests.failing_disk import Fault, failing
 
 SETTINGS = ("--set", "heal.epochs=8", "--set", "heal.learning_rate=0.003")
 OTHER = ("--set", "heal.epochs=4", "--set", "heal.learning_rate=0.001")
+MOST_RUNS = 40
 Interrupted = Callable[[], AbstractContextManager[None]]
 
 
@@ -58,6 +63,45 @@ def solved(finished: Job, healed: dict[str, str], small_steps: None, monkeypatch
 
 def heal(made: Job, settings: tuple[str, ...] = SETTINGS) -> Ended:
     return command("heal", str(made.run_dir), *settings)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("what", "match", "least"),
+    [
+        ("unlink", "/output/", 1),
+        ("file", "/output/", 8),
+        ("file", "/healing/step-", 8),
+        ("file", "/ledger/", 8),
+        ("file", "/staged/", 2),
+    ],
+)
+def test_killed_again_and_again_each_time_a_file_further(
+    what: str, match: str, least: int, solved: Job, healed: dict[str, str]
+) -> None:
+    """Before or after a file gets its name, or is removed: OUTPUT is the old checkpoint, none, or the healed one."""
+    before = published(solved)
+    for nth in range(1, MOST_RUNS):
+        hook = Hook(what, nth, match, after=nth % 2 == 0)
+        child = Child("heal", [str(solved.run_dir), *SETTINGS], solved.root / "log", hook, prepare=many_checkpoints)
+        code = child.end()
+        assert code in (0, -signal.SIGKILL), child.said
+        found = published(solved)
+        assert INDEX_FILE not in found or found in (before, healed)
+        if code == 0:
+            break
+        assert match in ("/output/", "/ledger/") or found == before
+    assert nth > least, child.said
+    steps = re.findall(r"resuming after step (\d+) of 16", child.said)
+    assert steps == sorted(steps, key=int)
+    assert published(solved) == healed
+    assert not (solved.run_dir / "healing").exists()
+    assert not [*solved.run_dir.glob("student-*")]
+
+
+def published(made: Job) -> dict[str, str]:
+    """Return the digests of the files that readers of OUTPUT see."""
+    return {name: digest for name, digest in file_digests(made.output).items() if not is_hidden(name)}
 
 
 @pytest.mark.sample(3)

@@ -22,6 +22,8 @@ from transformers import (
 from lamina import LaminaConfig, LaminaForCausalLM
 from lamina.stored_lamina import StoredFormat
 from manifests.records import Scheme
+from pipeline.healing.processes import Processes
+from pipeline.healing.student import Student, stored_forms
 from pipeline.rounding.schemes import packed_tensors, quantization_config
 from tests.serving import serving_factors as kinds
 from tests.serving.serving_factors import factorise, forms_of, low_rank
@@ -129,6 +131,28 @@ def write(folder: Path, name: str, dtype: torch.dtype = torch.float32, bits: int
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     del described["auto_map"]
     (folder / "config.json").write_text(json.dumps(described))
+    return folder
+
+
+def heal(folder: Path) -> Path:
+    """Train the layers of a checkpoint on random tokens as a healing does, and write it back in its forms."""
+    tensors = load_file(folder / "model.safetensors")
+    inside = {name: each for name, each in tensors.items() if ".layers." in name and not name.endswith("gate.weight")}
+    names = {name: tensor.dtype for name, tensor in inside.items() if tensor.is_floating_point()}
+    student = Student(folder, names, torch.device("cpu"), 0, Processes())
+    optimizer = torch.optim.AdamW(student.trained.values(), lr=1e-3)
+    ids_BS = torch.randint(3, SIZES["vocab_size"], (4, 32), generator=torch.Generator().manual_seed(2))
+    for _ in range(4):
+        logits_TV = student.logits(student.hidden(ids_BS)[:, :-1].flatten(0, 1))
+        torch.nn.functional.cross_entropy(logits_TV, ids_BS[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with student.rounded():
+        best = student.rounded_copy()
+    forms = stored_forms(folder)
+    healed = {name: forms[name].stored(tensor) if name in forms else tensor for name, tensor in best.items()}
+    assert not any(torch.equal(tensor, tensors[name]) for name, tensor in healed.items())
+    save_file({**tensors, **healed}, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 

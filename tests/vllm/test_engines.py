@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lamina import LaminaForCausalLM
-from tests.vllm.checkpoints import CASES, DIFFERING, write, write_differing, write_stored
+from tests.vllm.checkpoints import CASES, DIFFERING, heal, write, write_differing, write_stored
 from tests.vllm.generate import LENGTH, PROMPTS
 
 SCRIPT = "tests.vllm.generate"
@@ -25,6 +25,7 @@ OURS = ("lorc-wide", "small-heads")  # vLLM's Transformers backend knows no valu
 BACKEND = [name for name in CASES if name not in OURS]
 SPLIT = ("flat_llm-mha", "lorc", "lestd", "loss_aware", "opt")
 ROUNDED = {"flat_llm": 8, "loss_aware": 8, "lorc": 4, "joint_rank_k": 4}  # bits
+HEALED = {"flat_llm": None, "lestd": None, "loss_aware": None, "joint_rank_k": 4, "lorc": 8}
 COMPILED = ("loss_aware", "lorc")
 STORED = ("dense", "flat_llm")  # those of dense linears, and of factors beside them
 
@@ -154,6 +155,15 @@ def test_rounded_weights_say_the_same(rounded: dict[str, Any], rounded_root: Pat
     assert rounded[name]["class"] == "LaminaForVllm"
     assert rounded[name]["packed"] == 0
     assert rounded[name]["tokens"] == expected(rounded_root / name)
+
+
+def test_healed_checkpoints_say_the_same(tmp_path: Path) -> None:
+    """Each form is written back as it was stored."""
+    folders = [heal(write(tmp_path / name, name, bits=bits)) for name, bits in HEALED.items()]
+    for name, one in run("auto", 1, folders).items():
+        assert one.get("error") is None
+        assert one["class"] == "LaminaForVllm"
+        assert one["tokens"] == expected(tmp_path / name)
 
 
 @pytest.mark.parametrize("name", [*COMPILED, "flat_llm"])

@@ -16,6 +16,7 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 from lamina import LaminaConfig
 from lamina.engine_vllm.mixtures import FusedExperts
 from lamina.vllm_lamina import fused_width
+from tests.vllm.checkpoints import heal
 from tests.vllm.mixtures import CASES, exported, write
 from tests.vllm.test_engines import expected, run
 
@@ -31,6 +32,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in OURS:
         write(folder / name, name)
     write(folder / "rounded", "mixtral-layer", bits=8)
+    heal(write(folder / "healed", "mixtral-layer"))
     for name in STOCK:
         exported(folder / "exported" / name, name)
     return folder
@@ -38,7 +40,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def native(root: Path) -> dict[str, Any]:
-    return run("auto", 1, [root / name for name in (*OURS, "rounded")])
+    return run("auto", 1, [root / name for name in (*OURS, "rounded", "healed")])
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,7 @@ def stock(root: Path) -> dict[str, Any]:
     return run("auto", 1, folders, "float32-native", VLLM_MLA_DISABLE="1")
 
 
-@pytest.mark.parametrize("name", [*OURS, "rounded"])
+@pytest.mark.parametrize("name", [*OURS, "rounded", "healed"])
 def test_our_class_says_the_same(native: dict[str, Any], root: Path, name: str) -> None:
     assert native[name].get("error") is None
     assert native[name]["class"] == "LaminaForVllm"

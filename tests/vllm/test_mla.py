@@ -9,12 +9,14 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV3ForCausalLM
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
+from tests.vllm.checkpoints import heal
 from tests.vllm.generate import LENGTH, PROMPTS
 from tests.vllm.latents import SIZES, write, write_dense, write_random
 from tests.vllm.test_engines import run
 
 SHARES = (0.5, 0.25)
 DENSER = "denser"  # half of the cache, with four rotated frequencies for each of the source's
+HEALED = "healed"  # half of the cache, trained
 LATENT, ROTATED = 512, 64  # of DeepSeek-V3, the only sizes that the kernel for CPUs takes
 HEADS = {share: round((LATENT + ROTATED) / (2 * ROTATED * share)) for share in SHARES}  # of a dense model: 9 and 18
 
@@ -25,13 +27,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for share in SHARES:
         write(folder / str(share), share)
     write(folder / DENSER, 0.5, rotated=64, density=4)
+    heal(write(folder / HEALED, 0.5))
     return folder
 
 
 @pytest.fixture(scope="module")
 def said(root: Path) -> dict[str, Any]:
     """Latent attention as a plain one, and no rotary operator: that of vLLM 0.32 for CPUs rotates one head alone."""
-    folders = [root / str(name) for name in (*SHARES, DENSER)]
+    folders = [root / str(name) for name in (*SHARES, DENSER, HEALED)]
     return run("auto", 1, folders, "float32-native", VLLM_MLA_DISABLE="1")
 
 
@@ -55,7 +58,7 @@ def expected(folder: Path) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("name", [*SHARES, DENSER])
+@pytest.mark.parametrize("name", [*SHARES, DENSER, HEALED])
 def test_it_says_the_same(said: dict[str, Any], root: Path, name: float | str) -> None:
     one = said[str(name)]
     assert one.get("error") is None
