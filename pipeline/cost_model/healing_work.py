@@ -27,6 +27,7 @@ UPDATED = 7 * MASTER_BYTES  # bytes of a number that AdamW reads and writes in h
 LONG_GROUP = 1024  # about how many columns share a scale where each row has one
 MULTIPLIED_OUT = 8  # bytes to multiply out a code in float32: its level, and the level times the scale
 ROW_TENSORS = 6  # float32 tensors as large as the logits of some rows
+LAYER_KERNELS = 20_000_000  # bytes of the compiled kernels of a layer: three of each of about ten matrices, on a CPU
 ACTIVATION_NUMBERS = 32  # numbers for each token and layer, in units of the hidden size
 
 
@@ -68,7 +69,7 @@ class HealingWork:
 
     def seconds(self, rates: Rates, workers: int) -> dict[str, float]:
         """Return the seconds by phase. All workers pass the dense model, and as many processes train."""
-        computing = self.training_flops / rates.backward + self.evaluation_flops / rates.single
+        computing = self.training_flops / rates.backward + self.evaluation_flops / rates.products
         teacher = WORKERS_SECONDS + self.teacher_flops / rates.single / workers
         heal = WORKERS_SECONDS + computing / self.processes
         heal += self.exchanged_bytes() / rates.network if self.processes > rates.workers_per_node else 0.0
@@ -122,7 +123,7 @@ def healing_work(manifest: Manifest, geometry: Geometry, share: float, itemsize:
             whole += MASTER_BYTES * geometry.hidden * geometry.vocab
         divided = written * bits // 8
         whole += MULTIPLIED_OUT * (written // layers if twice else written)
-    whole += LOGIT_ROWS * ROW_TENSORS * 4 * geometry.vocab
+    whole += LOGIT_ROWS * ROW_TENSORS * 4 * geometry.vocab + (0 if manifest.workers.gpus else LAYER_KERNELS * layers)
     kept = 4 * geometry.hidden * layers * max(length, MICRO_TOKENS)  # inputs of layers
     whole += activations // layers + kept if twice else activations
     memory = TrainingMemory(
