@@ -69,7 +69,7 @@ class HealingWork:
 
     def seconds(self, rates: Rates, workers: int) -> dict[str, float]:
         """Return the seconds by phase. All workers pass the dense model, and as many processes train."""
-        computing = self.training_flops / rates.backward + self.evaluation_flops / rates.products
+        computing = self.training_flops / rates.backward + self.evaluation_flops / rates.single
         teacher = WORKERS_SECONDS + self.teacher_flops / rates.single / workers
         heal = WORKERS_SECONDS + computing / self.processes
         heal += self.exchanged_bytes() / rates.network if self.processes > rates.workers_per_node else 0.0

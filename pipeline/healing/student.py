@@ -87,15 +87,18 @@ class Student:
             self.model.train()
 
     def hidden(self, ids_BS: Tensor) -> Tensor:
-        """Return the head's inputs (B, S, D). Products are in bfloat16 where the device multiplies it fast, and sums in
-        float32."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half_products):
+        """Return the head's inputs (B, S, D).
+
+        With gradients, products are in bfloat16 where the device multiplies it fast, and sums in float32.
+        """
+        half = self.half_products and torch.is_grad_enabled()
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
             hidden_BSD: Tensor = self.model.get_decoder()(input_ids=ids_BS, use_cache=False).last_hidden_state
         return hidden_BSD.float()
 
     def head_products(self) -> AbstractContextManager[None]:
-        """Return a context for products with the head, forth and back. Their factors are in bfloat16 where a CPU
-        multiplies it fast; sums, and so logits, are in float32."""
+        """Return a context for products with the head in a step, forth and back. Their factors are in bfloat16 where a
+        CPU multiplies it fast; sums, and so logits, are in float32."""
         return bfloat16_factors() if self.half_products and self.device.type == "cpu" else nullcontext()
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
