@@ -106,11 +106,8 @@ def _dense_phases(prices: Prices) -> dict[str, float]:
     each = max(statistics, collecting, adding, network, latency, on_disk)
     passing = layers * each
     if passes.stores:  # otherwise layers are solved before their inputs are dropped, and commits are rare
-        size, reducing = (
-            work.hidden_bytes + work.gradient_input_bytes + work.sample_bytes,
-            collecting + adding + storing,
-        )
-        passing += passes.commits * _commit_wait(prices, each, statistics, size, reducing)
+        size = work.hidden_bytes + work.gradient_input_bytes + work.sample_bytes
+        passing += passes.commits * _commit_wait(prices, each, statistics, size, collecting + adding + storing)
     solves, waiting = [solve_seconds(solve, rates) for solve in work.solves], prices.moment_wait_seconds()
     solving = _spread([seconds + waiting for seconds in solves for _ in range(layers)], passes.workers)
     writing = prices.write_seconds() / nodes

@@ -156,13 +156,8 @@ def vllm_command(folder: str, cache_bytes: int, options: Any) -> tuple[list[str]
     given = {"model": folder, "served-model-name": "vllm", "dtype": options.dtype, "max-model-len": options.context,
              "port": options.port, "max-num-seqs": options.sequences, "kv-cache-memory-bytes": cache_bytes,
              "host": "127.0.0.1"}  # fmt: skip
-    command = [
-        options.vllm,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--enforce-eager",
-        "--no-enable-prefix-caching",
-    ]
+    switches = ("--enforce-eager", "--no-enable-prefix-caching")
+    command = [options.vllm, "-m", "vllm.entrypoints.openai.api_server", *switches]
     command += [f"--{name}={value}" for name, value in given.items()]
     if latent:  # vLLM's operator for CPUs rotates only the first head
         command.append('--compilation-config={"custom_ops": ["-rotary_embedding"]}')
@@ -261,10 +256,8 @@ def of_server(server: Server, prompts: Sequence[list[int]], options: Any) -> dic
     """Return the measurements of a server."""
     answers = server.answers(prompts, options.new, ends=True)
     faults = chat_faults(server)
-    full = [[*islice(cycle(prompt), options.context - options.new)] for prompt in prompts]
-    server.answers(
-        [*islice(cycle(full), options.sequences)], options.new
-    )  # the cache is full, as the prediction has it
+    full = ([*islice(cycle(prompt), options.context - options.new)] for prompt in cycle(prompts))
+    server.answers([*islice(full, options.sequences)], options.new)  # fills the cache, as the prediction has it
     batches = {count: [*islice(cycle(prompts), count)] for count in (1, options.sequences)}
     rates = [
         decoding_rate(server.cpu_seconds, partial(server.answers, batch), count, options)
