@@ -191,6 +191,13 @@ class HiddenStates:
         """Release a shard."""
         self._release([shard_key for shard_key in self.held if (shard_key[0], shard_key[2]) == (lineage, shard)])
 
+    def release_others(self, shard_key: ShardKey) -> None:
+        """Release all hidden states of the key's shard besides those under the key."""
+        lineage, _, shard = shard_key[:3]
+        kept = self.held.pop(shard_key)
+        self.release_shard(lineage, shard)
+        self.held[shard_key] = kept
+
     def release_before(self, lineage: str, layer: int) -> None:
         """Release the shards that another worker has taken over: hidden states before a committed layer."""
         self._release([shard_key for shard_key in self.held if shard_key[0] == lineage and shard_key[1] < layer])

@@ -22,6 +22,7 @@ from workers.branched_layer import Places
 from workers.copies import HiddenReader
 from workers.device_settings import tensor_cores
 from workers.forward_pass import CalibrationRunner, CalibrationShard
+from workers.hidden import InMemory, ShardKey
 from workers.layers import LayerReader
 from workers.shards import Read
 from workers.sums import Squares
@@ -35,7 +36,8 @@ class PairedLayer:
     """
 
     def __init__(self, dense: TappedLayer | None, packed: TappedLayer | None, *, both_dense: bool = False) -> None:
-        """Without one of them, outputs are those of the other alone. `both_dense`: both models are the dense one."""
+        """`dense` None: the dense model's inputs are its outputs already. `packed` None: outputs are the dense model's
+        alone. `both_dense`: both models are the dense one."""
         self.dense, self.packed, self.both_dense = dense, packed, both_dense
         self.index, self.parts = next(layer.index for layer in (dense, packed) if layer is not None), 1
 
@@ -49,16 +51,34 @@ class PairedLayer:
         """Return both models' outputs; None if `output` is off. Taps receive x and e, see `layer_pairs`."""
         dense_BSD, packed_BSD = hidden_BSD.chunk(2, dim=-1)
         if of_points := dict(taps):
-            assert self.dense is not None
             assert self.packed is not None
             for point, values, errors in layer_pairs(self.dense, self.packed, dense_BSD, packed_BSD, of_points):
                 of_points[point](_rounded(values, hidden_BSD.dtype), _rounded(errors, hidden_BSD.dtype))
         if not output:
             return None
-        outputs = [] if self.dense is None else [_run(self.dense, dense_BSD)]
+        outputs = [_run(self.dense, dense_BSD)]
         if self.packed is not None:
             outputs.append(outputs[0] if self.both_dense else _run(self.packed, packed_BSD))
         return torch.cat(outputs, dim=-1)
+
+    def attended(self, hidden_BSD: Tensor) -> Tensor:
+        """Return both models' residual streams (B, S, 2·D) behind the attention."""
+        assert self.dense is not None
+        assert self.packed is not None
+        dense_BSD, packed_BSD = hidden_BSD.chunk(2, dim=-1)
+        streams = [_attended(self.dense, dense_BSD)]
+        streams.append(streams[0] if self.both_dense else _attended(self.packed, packed_BSD))
+        return torch.cat(streams, dim=-1)
+
+    def with_dense_outputs(self, hidden_BSD: Tensor) -> Tensor:
+        """Return the dense model's outputs beside the compressed model's inputs (B, S, 2·D)."""
+        dense_BSD, packed_BSD = hidden_BSD.chunk(2, dim=-1)
+        return torch.cat((_run(self.dense, dense_BSD), packed_BSD), dim=-1)
+
+    def behind_attention(self) -> PairedLayer:
+        """Return the part of both layers behind the attention."""
+        dense, packed = (None if layer is None else layer.behind_attention() for layer in (self.dense, self.packed))
+        return PairedLayer(dense, packed, both_dense=self.both_dense)
 
     def every_expert(self) -> AbstractContextManager[None]:
         """Return a context in which x and e are of every expert on all tokens."""
@@ -84,6 +104,52 @@ class PairedShard(CalibrationShard):
         packed = self.packed.block(number, staged) if staged is not None else dense
         return PairedLayer(dense, packed, both_dense=self.unit.both_dense)
 
+    def step(self) -> tuple[PairedLayer, HiddenReader]:
+        """Return the part of both layers that the unit passes, and its inputs.
+
+        The steps of the MLP begin at the residual streams behind the attention, which no step changes any more, and the
+        last step and the next layer's inputs begin at the dense layer's outputs. Each of these is computed once, and
+        held in place of the one before it. If the layer's inputs are not in memory, all steps begin at them.
+        """
+        unit, geometry = self.unit, self.layers.setup.geometry.layers[self.unit.layer]
+        first, last = geometry.attention_steps, unit.step >= len(geometry.corrected_points) - 1
+        if first is None or len(unit.drafts) <= first:
+            return self.layer(unit.layer, unit.staged), self.inputs(unit)
+        streams, outputs = (self._key(name, unit.drafts[first]) for name in ("streams", "outputs"))
+        reader = self.hidden.get(outputs) if last else None
+        if reader is None:
+            layer = self.layer(unit.layer, unit.staged)
+            reader = self.hidden.get(streams)
+            if reader is None:
+                inputs = self.inputs(unit)
+                if not isinstance(inputs, InMemory):
+                    return layer, inputs
+                reader = self._pass(layer.attended, inputs, streams)
+            if not last:
+                return layer.behind_attention(), reader
+            reader = self._pass(layer.behind_attention().with_dense_outputs, reader, outputs)
+        packed = self.packed.block(unit.layer, unit.staged) if unit.staged else self.layers.block(unit.layer, None)
+        return PairedLayer(None, packed.behind_attention()), reader
+
+    def _key(self, name: str, draft: str) -> ShardKey:
+        """Return the key of hidden states inside the layer, which the draft's attention computes."""
+        return (self.lineage, self.unit.layer, self.number, (name, draft))
+
+    def _pass(self, compute: Callable[[Tensor], Tensor], inputs: HiddenReader, key: ShardKey) -> HiddenReader:
+        """Compute hidden states inside the layer, and hold them in place of their inputs."""
+
+        def results() -> Iterator[Tensor]:
+            for hidden_BSD in self.hidden.copies.batches(inputs, self.batches):
+                with self.computing():
+                    result_BSD = compute(hidden_BSD)
+                yield result_BSD
+
+        self.hidden.keep_parts(key, self.shape, self.layers.setup.dtype, results(), self.batch)
+        self.hidden.release_others(key)
+        reader = self.hidden.get(key)
+        assert reader is not None
+        return reader
+
 
 class PairRunner(CalibrationRunner):
     """Runs a worker's `Pair` units, and holds a compressed layer in addition to the worker's dense one."""
@@ -98,13 +164,12 @@ class PairRunner(CalibrationRunner):
         shard, taps = PairedShard(self, unit), self.sums.taps(unit)
         record: ArrayRecord | None
         with tensor_cores(self.setup.dtype), self.sums.adding(unit):
-            inputs = shard.inputs(unit)
             if unit.targets:
-                record = self._store_targets(unit, shard, inputs)
+                record = self._store_targets(unit, shard, shard.inputs(unit))
             elif unit.known is not None:
-                record = self._behind_targets(unit, shard, self.activations.open(unit.known), inputs)
+                record = self._behind_targets(unit, shard, self.activations.open(unit.known), shard.inputs(unit))
             else:
-                layer = shard.layer(unit.layer, unit.staged)
+                layer, inputs = shard.step()
                 self.layers.read_ahead(unit.ahead)
                 record = shard.through(layer, inputs, taps, emit=unit.emit, store=unit.store)
         return ShardDone({}, None, record, self.setup.samples_of(unit.shard) * self.setup.sequence)
@@ -113,8 +178,8 @@ class PairRunner(CalibrationRunner):
         """Run the first tokens of a unit's shard, to choose the grids of its sums."""
         shard = PairedShard(self, unit)
         with tensor_cores(self.setup.dtype):
-            inputs = shard.inputs(unit)
-            shard.begin(shard.layer(unit.layer, unit.staged), inputs, squares.taps(unit))
+            layer, inputs = shard.step()
+            shard.begin(layer, inputs, squares.taps(unit))
 
     def release(self) -> None:
         """Release the compressed layer."""
@@ -141,15 +206,21 @@ class PairRunner(CalibrationRunner):
     ) -> ArrayRecord | None:
         """Hold the outputs of the compressed layer, and those of the dense layer that the targets contain."""
         self.layers.read_ahead(unit.ahead)
-        packed_alone = PairedLayer(None, self.packed.block(unit.layer, unit.staged))
+        layer = PairedLayer(None, self.packed.block(unit.layer, unit.staged))
+        return shard.through(layer, SideBySide(targets, inputs), store=unit.store)
 
-        def outputs() -> Iterator[Tensor]:
-            compressed = shard.outputs(packed_alone, inputs)
-            for (start, stop), (_, output_BSD) in zip(shard.batches, compressed, strict=True):
-                dense_BSD, _ = targets.read(start, stop).to(self.layers.device).chunk(2, dim=-1)
-                yield torch.cat((dense_BSD, output_BSD), dim=-1)
 
-        return shard.hold(unit.layer + 1, outputs(), store=unit.store)
+class SideBySide:
+    """The dense model's part of some hidden states (M, S, 2·D), beside the compressed model's part of others."""
+
+    def __init__(self, dense: HiddenReader, packed: HiddenReader) -> None:
+        self.dense, self.packed = dense, packed
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return samples start to stop."""
+        dense_MSD, _ = self.dense.read(start, stop).chunk(2, dim=-1)
+        _, packed_MSD = self.packed.read(start, stop).chunk(2, dim=-1)
+        return torch.cat((dense_MSD.to(packed_MSD.device), packed_MSD), dim=-1)
 
 
 def _mixed(dense_BSD: Tensor, packed_BSD: Tensor, share: float) -> Tensor:
@@ -158,7 +229,7 @@ def _mixed(dense_BSD: Tensor, packed_BSD: Tensor, share: float) -> Tensor:
 
 
 def layer_pairs(
-    dense: TappedLayer, packed: TappedLayer, dense_BSD: Tensor, packed_BSD: Tensor, points: Collection[str]
+    dense: TappedLayer | None, packed: TappedLayer, dense_BSD: Tensor, packed_BSD: Tensor, points: Collection[str]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield each of the points of a step, `LayerGeometry.corrected_points`, with x and e there.
 
@@ -172,7 +243,7 @@ def layer_pairs(
 
 
 def _expert_values(
-    dense: TappedLayer, packed: TappedLayer, dense_BSD: Tensor, packed_BSD: Tensor, points: Collection[str]
+    dense: TappedLayer | None, packed: TappedLayer, dense_BSD: Tensor, packed_BSD: Tensor, points: Collection[str]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield points of experts with x (t, F) and e (t, D): each of a token's k experts corrects a k-th of the error.
 
@@ -196,7 +267,7 @@ def _expert_values(
 
 
 def _values(
-    dense: TappedLayer, packed: TappedLayer, dense_BSD: Tensor, packed_BSD: Tensor, point: str
+    dense: TappedLayer | None, packed: TappedLayer, dense_BSD: Tensor, packed_BSD: Tensor, point: str
 ) -> tuple[Tensor, Tensor]:
     """Return x at a point of the compressed layer, and e as defined in `methods.method.Moment`, in float32 or better.
 
@@ -204,11 +275,13 @@ def _values(
     """
     writing = {block.writer.reads: block for block in packed.geometry.matrix_blocks}
     if point not in writing:  # the input of a block, whose error is the difference to the same point of the dense layer
+        assert dense is not None
         values_BSF = _at(packed, packed_BSD, point)
         return values_BSF, _wide(_at(dense, dense_BSD, point)) - _wide(values_BSF)
     block = writing[point]
     written = f"{block.writer.role}.out"
     if block.stream == "mid":
+        assert dense is not None
         values_BSF, output_BSD = _both(packed, packed_BSD, point, written)
         streams = (dense, dense_BSD, _at(dense, dense_BSD, written)), (packed, packed_BSD, output_BSD)
         dense_mid, packed_mid = (_wide(stream) + _added(layer, block, output) for layer, stream, output in streams)
@@ -241,10 +314,19 @@ def _wide(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _run(block: TappedLayer, hidden_BSD: Tensor, *taps: tuple[str, Callable[[Tensor], None]]) -> Tensor:
+def _run(block: TappedLayer | None, hidden_BSD: Tensor, *taps: tuple[str, Callable[[Tensor], None]]) -> Tensor:
+    """Return a layer's outputs. Without a layer, these are the hidden states themselves."""
+    if block is None:
+        return hidden_BSD
     output_BSD = block.run(hidden_BSD, taps)
     assert output_BSD is not None
     return output_BSD
+
+
+@torch.inference_mode()
+def _attended(layer: TappedLayer, hidden_BSD: Tensor) -> Tensor:
+    with layer.checked(hidden_BSD):
+        return layer.attended(hidden_BSD)
 
 
 def _at(block: TappedLayer, hidden_BSD: Tensor, point: str) -> Tensor:

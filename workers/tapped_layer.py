@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -71,6 +72,14 @@ class TappedLayer:
         self.module.eval().requires_grad_(False)
         rotary = make_rotary(config, device) if config.rotates(geometry.index) else None
         self.rotary = rotary and rotation_of(rotary, config.layer_types[geometry.index])
+        self.begins_behind_attention = False
+
+    def behind_attention(self) -> TappedLayer:
+        """Return the part of this layer behind its attention: its inputs are the residual stream that the MLP reads.
+        Both have the same module."""
+        rest = copy(self)
+        rest.begins_behind_attention = True
+        return rest
 
     @torch.inference_mode()
     def run(
@@ -129,12 +138,15 @@ class TappedLayer:
     def _forward(self, hidden_BSD: Tensor, parts: Iterable[int] | None = None, places: Places | None = None) -> Tensor:
         """Return the output of all parts. `parts`: only those whose values taps need."""
         if self.parts == 1:
+            if self.begins_behind_attention:
+                stream: Tensor = self.module.behind_attention(hidden_BSD)
+                return stream
             angles = self.angles(hidden_BSD, places)
             mask_BSS = None if places is None else places.mask(self.module.window)
             result: Tensor = self.module(hidden_BSD, position_embeddings=angles, attention_mask=mask_BSS)
             return result
         assert places is None, "samples do not branch in a layer with several parts"
-        stream_BSD = self.attended(hidden_BSD)
+        stream_BSD = hidden_BSD if self.begins_behind_attention else self.attended(hidden_BSD)
         x_TD, routing = self.module.routed(stream_BSD)
         out_TD: Tensor | None = None
         for number in range(self.parts) if parts is None else parts:

@@ -38,7 +38,8 @@ BUILT_BYTES = 16  # of a layer built in float32: read, checked, widened
 SCALED_PASSES = 3  # over each value in the checkpoint's dtype: one read for the check, a read and a write for scaling
 RESIDUAL_BYTES = 4  # size of a number of a gradient or of the residual stream
 BACK = 3  # the cost of a forward and a backward pass, in forward passes
-WALKED, WALKED_SHORT = 4, 4  # passes of a correction through the whole layer, and only through its attention
+WALKED = 8, 4  # passes of a correction through the attention and through the MLP, from each layer's inputs
+WALKED_HELD = 4, 3  # those if workers hold the residual stream between them, and the dense layer's outputs
 COMPARED_TOKENS = 128  # tokens on which both models are compared; `verify` repeats the comparison
 
 
@@ -144,7 +145,7 @@ def layer_work(job: PlannedJob, itemsize: int, gradient_tokens: int = 0, keep: f
         ),
         pair_bytes=pair_bytes(busiest.pairs, layer),
         pair_added_bytes=float(sum(_pair_added_bytes(moment, layer, manifest, itemsize) for moment in busiest.pairs)),
-        correction_flops=float(tokens * _correction_flops(busiest.pairs, layer, forward)),
+        correction_flops=float(tokens * _correction_flops(busiest, forward)),
         refinement=refine_work(
             manifest,
             forward,
@@ -315,13 +316,16 @@ def scoring_flops(geometry: Geometry, window: int) -> float:
     return sum(forward_flops(layer, window) for layer in geometry.layers) + 2.0 * geometry.hidden * geometry.vocab
 
 
-def _correction_flops(pairs: Sequence[Moment], geometry: LayerGeometry, forward: float) -> float:
+def _correction_flops(busiest: _Busiest, forward: float) -> float:
     """Return the operations of a correction per token. `forward`: operations of a forward pass."""
+    layer, pairs = busiest.layer, busiest.pairs
     if not pairs:
         return 0.0
-    mlp = 2.0 * sum(block.share * block.numbers(block.width) for block in geometry.mlps)
-    walked = WALKED * forward + WALKED_SHORT * (forward - mlp)
-    return walked + sum(_pair_flops(moment, geometry) for moment in pairs)
+    mlp = 2.0 * sum(block.share * block.numbers(block.width) for block in layer.mlps)
+    held = layer.attention_steps is not None and not any(task.refine for task, _ in busiest.tasks)
+    through_attention, through_mlp = WALKED_HELD if held else WALKED
+    walked = through_attention * (forward - mlp) + through_mlp * mlp
+    return walked + sum(_pair_flops(moment, layer) for moment in pairs)
 
 
 def pair_bytes(pairs: Sequence[Moment], geometry: LayerGeometry) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ from pipeline.units.sums import Summed
 from pipeline.units.units import Pair, Refine, RefineDone, ShardDone, Solve, SolvedGroup, SolveDone
 
 SolvedByTask = dict[Task, tuple[Solve, SolveDone]]
+Drafts = tuple[str, ...]  # of a layer, at its steps; see `Pair`
 RefinementRecords = tuple[ArrayRecord, ...]  # the data that a layer is trained on, in shard order
 
 
@@ -53,24 +54,30 @@ class CorrectedWalk:
         self.session.observer.phase("correct", pending[-1] + 1 - base, passes * self.job.shards)
         for layer in range(base, pending[-1] + 1):
             targets: RefinementRecords = ()
+            drafts: Drafts = ()
             if layer in pending:
-                targets = yield from self._solve(layer, base, ranks)
+                targets, drafts = yield from self._solve(layer, base, ranks)
                 self._drop_drafts()
             if layer < pending[-1] and (targets or self.job.is_boundary(layer + 1)):
-                base = yield from self._propagate(layer, base, targets)
+                base = yield from self._propagate(layer, base, targets, drafts)
             elif targets:
                 self.session.cleaner.drop_activations(targets)
 
-    def _solve(self, layer: int, base: int, ranks: RanksOf) -> Coroutine[RefinementRecords]:
-        """Solve, train and enter a layer. Return the targets of its training, which the caller has to drop."""
+    def _solve(self, layer: int, base: int, ranks: RanksOf) -> Coroutine[tuple[RefinementRecords, Drafts]]:
+        """Solve, train and enter a layer. Return the targets of its training, which the caller has to drop, and the
+        drafts of its steps, none if it is trained."""
         tasks = self.job.layer_tasks(layer)
+        trains = any(task.refine for task in tasks)
         solved: SolvedByTask = {}
+        drafts: Drafts = ()
         uncorrected = [task for task in tasks if not task.corrections]
         draft: StagedLayer | None = yield from self._write_draft(layer, uncorrected, {}, ranks, solved)
         for step, points in enumerate(self.job.points[layer]):
+            drafts = () if trains else (*drafts, draft.path if draft else "")
             corrected = {task: moment for task in tasks for moment in task.corrections if moment.point in points}
             if corrected:
-                units = self._units(layer, base, step, draft, moments=tuple(sorted(set(corrected.values()))))
+                moments = tuple(sorted(set(corrected.values())))
+                units = self._units(layer, base, step, draft, drafts, moments=moments)
                 with self._damaged_as_lost(draft):
                     result = yield from self.reductions.run(units[0].moments, units, store=False)
                     sums = yield from self.reductions.summed(result)
@@ -79,12 +86,12 @@ class CorrectedWalk:
         assert draft is not None, "a claimed layer has groups"
         refined: RefinedFigures | None = None
         targets: RefinementRecords = ()
-        if any(task.refine for task in tasks):
+        if trains:
             units = self._units(layer, base, len(self.job.points[layer]), None, targets=True)
             targets = stored_targets((yield units))
             draft, refined = yield from self._refine(layer, draft, targets, solved)
         self.session.enter_layer(layer, [solved[task] for task in tasks], draft, refined)
-        return targets
+        return targets, drafts
 
     def _write_draft(
         self,
@@ -159,13 +166,13 @@ class CorrectedWalk:
         layers = (staged_layer(self.session.journal, layer) for layer in range(self.job.num_layers))
         self.session.cleaner.retain_staged((*(staged for staged in layers if staged), *besides))
 
-    def _propagate(self, layer: int, base: int, targets: RefinementRecords) -> Coroutine[int]:
+    def _propagate(self, layer: int, base: int, targets: RefinementRecords, drafts: Drafts) -> Coroutine[int]:
         """Run all shards of both models through a layer, and commit the outputs at a boundary. Return the last layer
         with committed inputs. `targets`: those of the layer's training, if it was just trained; they hold the dense
-        layer's outputs."""
+        layer's outputs. `drafts`: those of the steps in which it was just corrected."""
         staged, passes = staged_layer(self.session.journal, layer), len(self.job.points[layer])
         store = self.job.is_boundary(layer + 1)
-        units = self._units(layer, base, passes, staged, emit=True, store=store)
+        units = self._units(layer, base, passes, staged, drafts, emit=True, store=store)
         units = [replace(unit, known=known) for unit, known in zip_longest(units, targets)]
         with self._damaged_as_lost(*targets):
             results = yield units
@@ -184,6 +191,7 @@ class CorrectedWalk:
         base: int,
         step: int,
         staged: StagedLayer | None,
+        drafts: Drafts = (),
         *,
         moments: tuple[Moment, ...] = (),
         emit: bool = False,
@@ -206,6 +214,7 @@ class CorrectedWalk:
                 base_record=activations[shard] if activations else None,
                 replay=replay,
                 ahead=layer + 1 if emit else None,
+                drafts=drafts,
                 targets=targets,
             )
             for shard in range(self.job.shards)

@@ -64,6 +64,7 @@ class LayerGeometry:
         outer: role -> module path and shape of matrices outside of the layers: `embed` belongs to the first layer,
             `head` to the last. They are included only on request.
         frequencies: the angle per position of each pair of a head's dimensions; empty if there are `latent_faults`.
+        parallel: attention and MLP both read the layer's inputs.
     """
 
     model_type: str
@@ -81,6 +82,7 @@ class LayerGeometry:
     copied: tuple[Copied, ...] = ()
     routing: tuple[tuple[str, Any], ...] = ()
     frequencies: tuple[float, ...] = ()
+    parallel: bool = False
 
     @property
     def attention(self) -> AttentionBlock:
@@ -196,6 +198,14 @@ class LayerGeometry:
         """Return the points in the order of the forward pass, with those of routed experts' writers together."""
         together = {point: self.expert_points for point in self.expert_points}
         return tuple(dict.fromkeys(together.get(point, (point,)) for point in self.points))
+
+    @property
+    def attention_steps(self) -> int | None:
+        """Count the `corrected_points` of the attention, which come before those of the MLP. None if the MLP does not
+        read what the attention writes."""
+        attending = {matrix.reads for block in self.matrix_blocks if block.stream == "mid" for matrix in block.matrices}
+        follows = bool(self.mlps) and not self.parallel
+        return sum(attending.issuperset(points) for points in self.corrected_points) if follows else None
 
     def features(self, point: str) -> int:
         """Return the width of a point: of a matrix's input or output, or of the residual stream."""

@@ -184,6 +184,7 @@ def _layer_geometry(standard: Mapping[str, Any], index: int, bits: int) -> Layer
         copied=(*(foreign.copied if foreign else ()), *sinks, *copied),
         routing=_routing(mixture, index),
         frequencies=rope_frequencies(standard),
+        parallel=block["parallel"],
     )
 
 

@@ -102,6 +102,8 @@ class Pair(Replaying):
 
     Attributes:
         step: the number of earlier corrections of the layer.
+        drafts: the paths of the layer's drafts at the steps so far ("": its dense weights), by which workers know the
+            residual streams behind the attention that they hold. Empty: they hold none.
         staged: the record of the current draft of the layer; None: its dense weights.
         moments: the pairs to sum, all at one point.
         sums, emit, store, ahead: as in `Forward`.
@@ -122,6 +124,7 @@ class Pair(Replaying):
     emit: bool = False
     store: bool = False
     ahead: int | None = None
+    drafts: tuple[str, ...] = ()
     targets: bool = False
     share: float = 1.0
     known: ArrayRecord | None = None

@@ -192,8 +192,11 @@ def test_what_following_the_loss_takes() -> None:
     again = manifest({"method": "loss_aware", "correct": "output"}, keep=0.8, calibration=dense)
     two = layer_work(PlannedJob.of(again, llama()), 2, gradient_tokens=100)
     pairs = sum(f * (f + 4 * 48) for f in (48, 64, 48, 80))
-    short = forward - 2 * 3 * 48 * 80
-    assert two.correction_flops == 320 * (4 * forward + 4 * short + pairs)
+    attention = forward - 2 * 3 * 48 * 80
+    assert two.correction_flops == 320 * (3 * forward + attention + pairs)
+    trained = manifest({"method": "loss_aware", "correct": "output", "refine": True}, keep=0.8, calibration=dense)
+    three = layer_work(PlannedJob.of(trained, llama()), 2, gradient_tokens=100)
+    assert three.correction_flops == 320 * (4 * forward + 4 * attention + pairs)
     rates = rates_of("H200")
     phases = phase_seconds(Prices(two, rates, PlannedPasses(6, 4, 2, importance=0, compressed=False)))
     assert {"gradient", "curves", "correct", "held-out"} < set(phases)

@@ -194,6 +194,37 @@ def test_outputs_of_both_travel_on(model: Path, tmp_path: Path) -> None:
     assert torch.equal(fresh, replayed[MOMENTS[0]])
 
 
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("held", [2**30, 1], ids=["in memory", "spilled"])
+def test_steps_from_held_streams_are_those_from_the_inputs(model: Path, tmp_path: Path, held: int) -> None:
+    """The MLP's steps pass the attention once, and the last step and the outputs pass the dense layer once."""
+    worker, _, staged = behind_a_compressed_layer(model, tmp_path / "run", hidden_bytes=held)
+    draft, _ = solve_layer(worker, 1, RANKS)
+    geometry = worker.setup.geometry.layers[1]
+    results = []
+    for drafts in ((), ("", "", "one", "two", "three")):
+        sums: list[Tensor] = []
+        fresh = make_worker(worker.setup)
+        for step, (point,) in enumerate(geometry.corrected_points):
+            moments = (Moment(point, kind="pair"),)
+            unit = Pair(1, 0, step, draft, moments, replay=(staged,), drafts=drafts[: step + 1])
+            for _ in range(2):  # as after a grid that was too small
+                sums.append(run_pairs([fresh], unit)[1][moments[0]])
+        keys = {key[3:] for key in fresh.hidden.held if key[1] == 1}
+        last = Pair(1, 0, len(geometry.corrected_points), draft, emit=True, replay=(staged,), drafts=drafts)
+        run_pairs([fresh], last)
+        outputs = [fresh.hidden.get(("paired", 2, shard)) for shard in range(fresh.setup.shards)]
+        samples = [fresh.setup.sample_range(shard) for shard in range(fresh.setup.shards)]
+        read = [each.read(0, stop - start) for each, (start, stop) in zip(outputs, samples, strict=True) if each]
+        results.append((sums, torch.cat(read), keys))
+    (plain, plain_MSD, plain_keys), (again, again_MSD, keys) = results
+    assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
+    assert torch.equal(plain_MSD, again_MSD)
+    parallel = geometry.attention_steps is None
+    assert plain_keys == {()}
+    assert keys == ({()} if parallel or held == 1 else {(("outputs", "one"),)})
+
+
 @pytest.mark.slow
 @pytest.mark.sample(2)
 def test_spilled_hidden_states_give_the_same(model: Path, tmp_path: Path) -> None:

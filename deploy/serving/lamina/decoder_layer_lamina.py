@@ -281,10 +281,11 @@ class DecoderLayer(Mixing, _Roles, nn.Module):
                 normed = self._normed("mlp_norm", hidden_states) if "mlp_norm" in self._names else normed
                 return attention + self.written("mlp_out_norm", self._feed_forward(normed)) + hidden_states
             hidden_states = hidden_states + attention
-        if not self.has_mlp:
-            return hidden_states
-        mlp = self._feed_forward(self._normed("mlp_norm", hidden_states))
-        return hidden_states + self.written("mlp_out_norm", mlp)
+        return self.behind_attention(hidden_states) if self.has_mlp else hidden_states
+
+    def behind_attention(self, stream: Tensor) -> Tensor:
+        """Return the layer's output from the residual stream (B, T, D) that its MLP reads, if it is not parallel."""
+        return stream + self.written("mlp_out_norm", self._feed_forward(self._normed("mlp_norm", stream)))
 
     def _attended(
         self, hidden_states: Tensor, slot_embeddings: Angles | None = None, **kwargs: Any
