@@ -156,6 +156,8 @@ def main(argv: list[str] | None = None) -> int:
     make_tokenizer(TOKENIZER_SIZE)  # trained once
     if arguments.only is not None:
         return _show(arguments.seed, arguments.only, arguments.directory or Path(tempfile.mkdtemp(prefix="pair-")))
+    if arguments.directory is not None:
+        arguments.directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="pairs-", dir=arguments.directory) as directory:
         return _all(arguments, Path(directory) / "pair")
 
