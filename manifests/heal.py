@@ -29,7 +29,8 @@ class TrainingMemory:
         divided: weights, gradients and moments of the layers, of all processes together.
         copies: copies of trained numbers that wait in host memory, of all processes together.
         whole: of each process on its device: embeddings, head, logits and activations.
-        gathered: of each process on its device, if it holds parts of layers: a whole layer, and the next one.
+        gathered: of each process on its device, if it holds parts of layers: a whole layer and the next one, the
+            gradients of the one, and the copy of those of the layer before it from which they are summed.
     """
 
     divided: int

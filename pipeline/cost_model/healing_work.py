@@ -130,7 +130,7 @@ def healing_work(manifest: Manifest, geometry: Geometry, share: float, itemsize:
         divided=divided + trained * (MASTER_BYTES + STATE_BYTES),
         copies=trained * (MASTER_BYTES + itemsize),
         whole=whole,
-        gathered=2 * MASTER_BYTES * (trained // layers),
+        gathered=(2 + 2) * MASTER_BYTES * (trained // layers),  # weights, and gradients
     )
     rows = tokens * row_bytes(geometry.vocab) + held_out * geometry.hidden * 4
     return HealingWork(
