@@ -17,7 +17,6 @@ import psutil
 import pytest
 import torch
 
-import manifests.heal
 import pipeline.healing.training
 import pipeline.healing.training_process
 import pipeline.job.healing
@@ -32,7 +31,16 @@ from tests import buckets, factories
 from tests.encoders import encode_model
 from tests.end_to_end.children import CONTEXT, Child, end_group, many_checkpoints, small_steps
 from tests.end_to_end.clusters import head_node, loopback, private_node
-from tests.end_to_end.jobs import Job, command, file_digests, read_tensors, without_ray
+from tests.end_to_end.jobs import (
+    Job,
+    Sweep,
+    command,
+    file_digests,
+    read_tensors,
+    take_small_steps,
+    weight_digests,
+    without_ray,
+)
 
 WAIT_S = 300.0
 SETTINGS = ("--set", "heal.epochs=8")
@@ -167,7 +175,7 @@ def test_two_processes_heal_as_one_does(
             assert process.exitcode == 0
         journal.enter(pickle.loads((tmp_path / "entry").read_bytes()))
 
-    small_steps_of(monkeypatch)
+    take_small_steps(monkeypatch)
     with without_ray():
         assert command("heal", str(solved.run_dir), *SETTINGS).code == 0
         one, figures = read_tensors(solved.output), solved.compression()["healed"]
@@ -186,7 +194,7 @@ def test_two_processes_heal_as_one_does(
 @pytest.mark.nightly
 @pytest.mark.ray
 def test_two_processes_of_ray_train_heal_as_one_does(solved: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    small_steps_of(monkeypatch)
+    take_small_steps(monkeypatch)
     with without_ray():
         assert command("heal", str(solved.run_dir), *SETTINGS).code == 0
     one, figures = read_tensors(solved.output), solved.compression()["healed"]
@@ -194,11 +202,6 @@ def test_two_processes_of_ray_train_heal_as_one_does(solved: Job, monkeypatch: p
     said = ended(heal(solved))
     assert "processes: 2" in said
     assert_close(solved, one, figures)
-
-
-def small_steps_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifests.heal, "STEPS", 1)
-    monkeypatch.setattr(manifests.heal, "STEP_TOKENS", 96)
 
 
 def assert_close(made: Job, one: dict[str, torch.Tensor], figures: dict[str, Any]) -> None:
@@ -276,41 +279,27 @@ def test_after_a_lost_node_the_processes_that_have_room_go_on(solved: Job) -> No
 @pytest.mark.ray
 def test_a_sweep_killed_in_a_training_goes_on(tmp_path: Path, text: Path) -> None:
     source = factories.make_model(tmp_path / "source", num_hidden_layers=2)
-    whole, killed = (Swept(Job(tmp_path / name, source, text, {"calibration.propagate": "dense"})) for name in "ab")
-    ended(whole.start(small_steps))
-    child = killed.start(many_checkpoints)
+    point = {"methods": [{"method": "flat_llm"}], "save": "all"}
+    heal = {"epochs": 8, "learning_rate": 0.003}
+    whole, killed = (
+        Sweep(Job(tmp_path / name, source, text), [point], heal=heal, keep=[0.7], workers={"max": 2}) for name in "ab"
+    )
+
+    def started(sweep: Sweep, prepare: Callable[[], None]) -> Child:
+        return Child("sweep", [str(sweep.write())], sweep.job.root / "log", None, False, prepare)
+
+    ended(started(whole, small_steps))
+    child = started(killed, many_checkpoints)
     wait_for_line(child, "heal step 6 of 16")
     child.kill()
     end_group(child.pid)
     assert child.process.exitcode == -signal.SIGKILL
     before = len(child.said)
-    said = ended(killed.start(many_checkpoints))[before:]
+    said = ended(started(killed, many_checkpoints))[before:]
     assert "resuming after step" in said
     assert "score teacher" not in said
-    assert killed.digests() == whole.digests()
-
-
-@dataclass
-class Swept:
-    """A sweep of one saved point that heals."""
-
-    job: Job
-
-    def start(self, prepare: Callable[[], None]) -> Child:
-        document = self.job.document()
-        del document["budget"], document["methods"]
-        point = {"methods": [{"method": "flat_llm"}], "save": "all"}
-        document |= {"heal": {"epochs": 8, "learning_rate": 0.003}, "keep": [0.7], "points": [point]}
-        document["workers"]["max"] = 2
-        path = self.job.root / "sweep.yaml"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(document))
-        return Child("sweep", [str(path)], self.job.root / "log", None, False, prepare)
-
-    def digests(self) -> dict[str, str]:
-        """Return the digests of the point's files, without its manifest, which names folders."""
-        found = file_digests(self.job.output / "flat_llm-0.7")
-        return {name: digest for name, digest in found.items() if name.endswith(".safetensors")}
+    one, other = (weight_digests(sweep.job.output / "flat_llm-0.7") for sweep in (whole, killed))
+    assert one == other
 
 
 @pytest.mark.nightly

@@ -17,7 +17,7 @@ import workers.pools
 from manifests.errors import InputError, Interrupted, WorkerError
 from pipeline.checkpoint.compression_record import encode_json, sealed
 from stores.disk import Disk
-from tests.end_to_end.jobs import Job, MakeJob, command, edit_json, file_digests
+from tests.end_to_end.jobs import Job, MakeJob, Sweep, command, edit_json, file_digests
 from tools.soak.stored_cases import sign
 
 pytestmark = pytest.mark.usefixtures("inline")
@@ -268,13 +268,9 @@ def test_a_refused_start_undoes_nothing(
 
 
 def test_a_sweep_s_refused_start(job: MakeJob, scored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = job(**{"calibration.propagate": "dense"})
-    document = made.document()
-    del document["budget"], document["methods"]
-    evaluation = {"perplexity": {"text": {"files": [str(scored)]}, "window": 24}}
+    made = job()
     points = [{"methods": [{"method": "svd"}], "save": "all"}]
-    path = made.root / "sweep.yaml"
-    path.write_text(json.dumps({**document, "evaluation": evaluation, "keep": [0.8], "points": points}))
+    path = Sweep(made, points, scored, keep=[0.8]).write()
     with monkeypatch.context() as patch:
         refuse_to_connect(made, patch)
         assert command("sweep", str(path)).code == 2
