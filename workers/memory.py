@@ -22,7 +22,7 @@ def map_large_tensors() -> None:
 
     Call it once, early in the process. Otherwise glibc raises this limit up to 32 MiB as tensors are freed. Layers that
     are read ahead then share heaps with temporaries, and heap fragmentation grows with every layer
-    (`tools/benchmarks/memory_over_layers.py`). With a limit of 1 MiB, fresh pages would take a sixth of a forward pass.
+    (`tools/benchmarks/memory_growth.py`). With a limit of 1 MiB, fresh pages would take a sixth of a forward pass.
     torch requests huge pages if the system grants them. Other C libraries are not configured.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read by torch at the first large tensor
