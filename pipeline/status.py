@@ -19,7 +19,7 @@ from manifests.entries import PointEntry
 from manifests.errors import StorageError
 from manifests.records import LedgerKey
 from pipeline.console.arguments import parser, run_command
-from pipeline.console.wrapping import say
+from pipeline.console.printing import say
 from pipeline.driver.ledger_keys import COMPLETE, HEALING, HELD_OUT_SCORE, POINTS, RESULT, TEXTS, point_part
 from pipeline.evaluation.losses import all_warnings
 from stores.lock import read_lock

@@ -149,7 +149,7 @@ def test_tasks_of_both_models_are_scored_once(job: MakeJob, monkeypatch: pytest.
             task: {"documents": 9, "metrics": {"acc": {"value": len(asked_for) / 4, "stderr": 0.125}}} for task in tasks
         }
 
-    monkeypatch.setattr("pipeline.inputs.manifest_tasks.check_tasks", lambda tasks, field, whole=None: None)
+    monkeypatch.setattr("pipeline.inputs.job_inputs.check_tasks", lambda tasks, field, whole=None: None)
     monkeypatch.setattr("pipeline.job.output_scores.score_streamed", score)
     made = job(evaluation={"tasks": ["arc_easy"]})
     found = made.run().json["evaluation"]["tasks"]
