@@ -42,7 +42,7 @@ class Holder(Protocol):
         ...
 
 
-def choose(waiting: Sequence[Unit], member: Holder, live: Collection[Holder], beside: bool = False) -> int | None:
+def choose_unit(waiting: Sequence[Unit], member: Holder, live: Collection[Holder], beside: bool = False) -> int | None:
     """Return the index in `waiting` of the unit that the worker `member` should run, or None.
 
     With `beside`, this is the first `ConcurrentUnit` other than `Collect` that is not bound to another node. Otherwise

@@ -26,7 +26,7 @@ def other_sizes(size: float) -> tuple[int, int]:
     return (far[0], far[1]) if len(far) == 2 else (max(far[0], MIDDLE), min(far[0], MIDDLE))
 
 
-def blocks_of(layers: Sequence[int]) -> list[Sequence[int]]:
+def runs_of_layers(layers: Sequence[int]) -> list[Sequence[int]]:
     """Cut the layers into `BLOCKS` runs of about as many, or into single ones."""
     ends = [round(len(layers) * part / BLOCKS) for part in range(BLOCKS + 1)]
     return [layers[begin:end] for begin, end in itertools.pairwise(ends) if begin < end]
