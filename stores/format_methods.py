@@ -166,7 +166,7 @@ def _groups(field: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 def target_of(path: str, targets: Sequence[str], classes: Sequence[str]) -> str | None:
     """Return the target that a module belongs to, as the matcher of compressed-tensors chooses it, or None.
 
-    Whole names come before patterns, and these before names of `classes`; each in alphabetical order.
+    Whole names come first, then patterns, then names of `classes`; each in alphabetical order.
     """
     ordered = sorted(targets, key=lambda target: (PATTERN in target, target))
     named = (target for target in ordered if _matches(target, path))

@@ -52,7 +52,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class ReadText:
-    """What was read of a text: the counts of each file or dataset, and the tokens of all."""
+    """The counts of a text that was read: of each file or dataset, and the tokens of all."""
 
     readings: tuple[Reading, ...] = ()
     tokens: int = 0

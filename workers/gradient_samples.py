@@ -1,10 +1,11 @@
 """Runs samples of a shard back through a layer, one at a time.
 
-A layer with more experts than a worker holds has parts, a slice of experts each: all samples go back through one before
-any goes back through the next. Between parts, a sample's state is five tensors: the residual stream that the mixture
-reads, the gradients at the outputs of the layer and of the mixture, and the gradients so far at the mixture's inputs
-and at the router's weights. They are held or spilled like hidden states, beside the gradients at the layer's output.
-All other layers have one part.
+A layer with more experts than a worker holds has several parts, a slice of experts each. All samples go back through
+one part before any goes back through the next. All other layers have one part.
+
+Between parts, a sample's state is five tensors. These are the residual stream that the mixture reads, the gradients at
+the outputs of the layer and of the mixture, and the gradients so far at the mixture's inputs and at the router's
+weights. They are held or spilled like hidden states, beside the gradients at the layer's output.
 
 Legend: M samples, S sequence, D hidden, k experts of a token.
 """

@@ -94,7 +94,7 @@ def _movable(unit: ShardUnit, member: Holder) -> bool:
 
 
 def _cost(unit: ShardUnit, member: Holder, live: Collection[Holder]) -> tuple[int, int] | None:
-    """Return the cost of giving a worker a shard that no worker holds; None: it should not take the shard now.
+    """Return the cost of giving a worker a shard that no worker holds, or None if it should not take the shard now.
 
     The order for windows: a worker with windows of the model, up to its share (`shards_per_worker`); a worker without
     windows, for the model on the fewest workers; an idle worker with windows of other models.

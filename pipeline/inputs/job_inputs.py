@@ -58,7 +58,7 @@ MEASURED_FROM = 12  # layers; with fewer, measured layers gain little
 STORED_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in STORED_DTYPES}
 
 
-@dataclass(frozen=True, eq=False)  # hashed by identity, so that what is computed of a job's inputs can be kept
+@dataclass(frozen=True, eq=False)  # hashed by identity, so that results computed from a job's inputs can be cached
 class Inputs:
     """The inputs of a job, checked as far as headers and configs allow.
 

@@ -165,7 +165,7 @@ def _drop_training(job: JobContext, entered: HealedEntry) -> None:
         from pipeline.healing.checkpoints import sweep_states
 
         sweep_states(job.run_dir.storage, None)
-        job.ledger.retract(HEALING)  # last: it names what is to be dropped
+        job.ledger.retract(HEALING)  # last, because it names the data to be dropped
 
 
 class HealedLedger(LedgerView):

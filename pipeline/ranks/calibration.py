@@ -33,10 +33,10 @@ def runs_of_layers(layers: Sequence[int]) -> list[Sequence[int]]:
 
 
 def loss_ratios(measured: float, predicted: Mapping[str, float], mlps: Collection[str]) -> dict[str, float]:
-    """Return task -> the factor that corrects its predicted loss, so that all tasks together lose what was measured.
+    """Return task -> the factor that corrects its predicted loss, so that the sum of all tasks is the measured loss.
 
-    The tasks of MLPs bear the difference, where there are any: predictions of attention hold. A factor is between 1 /
-    `MOST` and `MOST`.
+    If there are tasks of MLPs, they bear the difference, because predictions of attention are accurate. A factor is
+    between 1 / `MOST` and `MOST`.
     """
     bearing = [task for task in predicted if task in mlps] or [*predicted]
     rest = math.fsum(loss for task, loss in predicted.items() if task not in bearing)

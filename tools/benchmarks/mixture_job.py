@@ -67,7 +67,7 @@ METHODS: Mapping[str, dict[str, Any]] = {
 
 @dataclass
 class KillingWatch(Watch):
-    """Watches the processes of a job and what they read, and kills them all after `due_seconds`."""
+    """Watches the processes of a job and their reads, and kills them all after `due_seconds`."""
 
     due_seconds: float | None = None
     killed: bool = False
@@ -144,7 +144,7 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 
 def print_figures(run: Mapping[str, Any]) -> None:
-    """Print a table of what was planned and what was measured."""
+    """Print a table of planned and measured figures."""
     plan, processes = run["plan"], run["processes"]
     worker, driver = processes["worker"], processes["driver"]
     print_table(
