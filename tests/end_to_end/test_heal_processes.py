@@ -1,4 +1,4 @@
-"""Healing in several processes of Ray Train: equal to one process within rounding, and what a kill costs."""
+"""Healing in several processes of Ray Train equals one process within rounding, and survives kills."""
 
 from __future__ import annotations
 

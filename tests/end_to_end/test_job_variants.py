@@ -1,4 +1,4 @@
-"""What must not change the output: workers, how often states are stored, memory limits, the kind of text file."""
+"""The output is the same for any workers, commit intervals, memory limits and kinds of text file."""
 
 from __future__ import annotations
 

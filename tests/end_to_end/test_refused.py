@@ -103,7 +103,7 @@ LIES: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("lie", LIES)
 def test_an_entry_that_makes_no_sense_is_taken_back(lie: str, job: MakeJob) -> None:
-    """Though its digest is right; the job ends with the bytes it had."""
+    """Its digest is right, and it is retracted all the same. The job ends with the same bytes."""
     made = job()
     assert made.run().code == 0
     before = file_digests(made.output)
@@ -251,7 +251,7 @@ def test_a_refused_start_is_reported(job: MakeJob, monkeypatch: pytest.MonkeyPat
 def test_a_refused_start_undoes_nothing(
     options: tuple[str, ...], job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither of a job that was to start over, nor of one that was to be solved at another size."""
+    """A refused start keeps all work, also with `--fresh` or another size."""
     made = job(**{"calibration.propagate": "dense"})
     assert made.run().code == 0
     before, ledger = file_digests(made.output), sorted((made.run_dir / "ledger").iterdir())

@@ -122,7 +122,7 @@ def test_seen_share_counts_passages_wherever_they_begin() -> None:
 
 
 def test_killed_after_a_score_was_entered(tmp_path: Path, job: MakeJob) -> None:
-    """What is entered is not measured again, and nothing is left of the scratch."""
+    """Entered scores are not measured again, and scratch data is removed."""
     one = factories.write_text(tmp_path / "one.txt", 4_000, 8)
     made = job(evaluation=asked(one, dense=True))
     for place in ("score/output", "score/dense"):
@@ -137,7 +137,7 @@ def test_killed_after_a_score_was_entered(tmp_path: Path, job: MakeJob) -> None:
 
 @pytest.mark.usefixtures("inline")
 def test_tasks_of_both_models_are_scored_once(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    """lm-eval itself is in tests/evaluation/test_task_scores.py; here, what a job asks it, keeps and says."""
+    """A job's requests to lm-eval and its output. lm-eval itself: tests/evaluation/test_task_scores.py."""
     asked_for: list[str] = []
     asked_as: list[tuple[int | None, int | None]] = []
 

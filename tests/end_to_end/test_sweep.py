@@ -1,4 +1,4 @@
-"""A sweep: what a job of its own gives, for every point, from one pass over the text; healed; killed, it goes on."""
+"""Each point of a sweep equals its own job, from one pass over the text, also if healed or killed."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _measured(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_points_come_and_go(sweep: Callable[..., Sweep], inline: None) -> None:
-    """What is there stays, whoever comes before it; what is asked for in addition is taken in addition."""
+    """Finished points stay valid when points are added before them, and only new points are computed."""
     first, second = {"methods": [{"method": "joint_rank_k"}]}, {"methods": [{"method": "flat_llm"}]}
     made = sweep(first)
     before = made.run().json

@@ -1,4 +1,4 @@
-"""How much text is enough, what few tokens do, and what losses say of a model."""
+"""The amount of text that is enough, jobs with few tokens, and messages about the loss of a model."""
 
 from __future__ import annotations
 

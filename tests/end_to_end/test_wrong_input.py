@@ -268,7 +268,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refused_by_both(made: Job, *words: str) -> None:
-    """Neither `plan` nor `run` begins to work, and both say these words."""
+    """Check that `plan` and `run` refuse the job before any work, with these words."""
     for ended in (command("plan", str(made.write().manifest)), made.run()):
         check(ended, made, *words)
         assert not made.run_dir.exists()
@@ -432,7 +432,7 @@ def test_tokenizer_of_another_model(model: Path, job: MakeJob) -> None:
 
 @pytest.mark.usefixtures("no_ray")
 def test_unreachable_budget_names_what_is_reachable(job: MakeJob) -> None:
-    """Half of the decoder is what nobody claims; the range in the message is real."""
+    """No method claims half of the decoder. The range in the message is correct."""
     made = job(**{"budget.keep": 0.2, "methods": [{**FLAT_LLM, "mlp": False, "allocation": "uniform"}]})
     message = refused(made, "budget.keep: 0.2", "reachable is")
     low = float(message.partition("reachable is ")[2].split()[0])
@@ -560,7 +560,7 @@ def test_damaged_weights(name: str, value: float, propagate: str, model: Path, j
     "name", ["model.embed_tokens.weight", "lm_head.weight", "model.norm.weight", "model.layers.0.mlp.up_proj.weight"]
 )
 def test_damaged_weights_that_are_only_copied(name: str, model: Path, job: MakeJob) -> None:
-    """Nobody computes with them, or not soon: found before anything is started, so that they are not shipped either."""
+    """Weights that are not used early are checked before the job starts, so that damaged ones are not shipped."""
     change_tensor(model, name, lambda tensor: tensor.index_fill(0, torch.tensor([3]), float("nan")))
     made = job(model, methods=[{**FLAT_LLM, "layers": "last:1"}], **{"budget.keep": 0.9})
     check(made.run(), made, f"tensor {name}", "NaN or infinity")
