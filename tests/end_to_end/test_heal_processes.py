@@ -107,6 +107,14 @@ def wait_for_line(child: Child, line: str) -> None:
         time.sleep(0.05)
 
 
+def kill_in_training(child: Child) -> None:
+    """Kill a command and its processes after the sixth step of its healing."""
+    wait_for_line(child, "heal step 6 of 16")
+    child.kill()
+    end_group(child.pid)
+    assert child.process.exitcode == -signal.SIGKILL
+
+
 def training_processes(child: Child) -> list[psutil.Process]:
     """Return the processes in which Ray Train trains."""
     return [each for each in psutil.Process(child.pid).children(recursive=True) if "RayTrainWorker" in each.name()]
@@ -233,10 +241,7 @@ def test_a_killed_process_costs_the_steps_since_the_last_checkpoint(solved: Job)
 @pytest.mark.ray
 def test_after_a_kill_another_number_of_processes_goes_on(solved: Job) -> None:
     child = heal(solved, prepare=many_checkpoints)
-    wait_for_line(child, "heal step 6 of 16")
-    child.kill()
-    end_group(child.pid)
-    assert child.process.exitcode == -signal.SIGKILL
+    kill_in_training(child)
     said = ended(heal(solved, processes=1))
     assert "processes: 1" in said
     assert "resuming after step" in said
@@ -290,10 +295,7 @@ def test_a_sweep_killed_in_a_training_goes_on(tmp_path: Path, text: Path) -> Non
 
     ended(started(whole, small_steps))
     child = started(killed, many_checkpoints)
-    wait_for_line(child, "heal step 6 of 16")
-    child.kill()
-    end_group(child.pid)
-    assert child.process.exitcode == -signal.SIGKILL
+    kill_in_training(child)
     before = len(child.said)
     said = ended(started(killed, many_checkpoints))[before:]
     assert "resuming after step" in said
@@ -313,10 +315,7 @@ def test_a_job_in_a_bucket_killed_in_a_training_goes_on(tmp_path: Path, text: Pa
     ended(Child("run", [str(local.manifest)], local.root / "log", None, False, small_steps))
     start = partial(Child, "run", [str(remote.write().manifest)], remote.root / "log", None, False, many_checkpoints)
     child = start()
-    wait_for_line(child, "heal step 6 of 16")
-    child.kill()
-    end_group(child.pid)
-    assert child.process.exitcode == -signal.SIGKILL
+    kill_in_training(child)
     said = ended(start())
     assert "resuming after step" in said
     assert buckets.digests(Bucket(f"{s3_bucket}/output")) == buckets.digests(Disk(local.output))
