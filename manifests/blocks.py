@@ -44,7 +44,7 @@ LearningRate = Annotated[Annotated[float, Field(gt=0.0, lt=1.0)] | Literal["auto
 Listed = Field(strict=False)  # YAML has lists only; strict tuples refuse them
 
 
-class Block(BaseModel):
+class ManifestBlock(BaseModel):
     """Base of every manifest block: frozen, and unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from manifests.blocks import Block, Count, Listed, Location, Share
+from manifests.blocks import Count, Listed, Location, ManifestBlock, Share
 
 Prefix = Literal["tokenizer", "none"]  # what a window begins with: what the tokenizer puts before a text, or nothing
 PARTS = 4  # `samples: auto` chooses a quarter, a half or all
@@ -19,7 +19,7 @@ NOT_OF_TEMPLATES = (  # arguments of `apply_chat_template` that templates do not
 )  # fmt: skip
 
 
-class Text(Block):
+class Text(ManifestBlock):
     """Text from `files` (.txt, .jsonl, .json, .parquet; all but the last also as .gz or .zst) or from a `datasets`
     dataset.
 
@@ -102,7 +102,7 @@ class SharedText(Text):
     share: Share
 
 
-class Gradient(Block):
+class Gradient(ManifestBlock):
     """The backward pass, for methods that follow the loss.
 
     `samples`: the number of calibration samples in it; null: enough for 16 tokens per number of the hidden size and for
@@ -115,7 +115,7 @@ class Gradient(Block):
     kind: Literal["model", "local"] = "model"
 
 
-class Calibration(Block):
+class Calibration(ManifestBlock):
     """The calibration text: `samples` of `sequence_length` tokens, in `shards` fixed parts.
 
     `samples: auto` chooses a quarter, a half or all of `max_samples`, when work in a run directory begins: the fewest

@@ -89,8 +89,10 @@ class GroupReport(Record):
 
 
 class LayerEntry(Record):
-    """A compressed layer: its file, the form of each role, the report of each group, the scheme of each rounded matrix
-    by the path of its module, and the figures of its refinement, if it had one."""
+    """A compressed layer: its file, the form of each role, and the report of each group.
+
+    `rounded`: the scheme of each rounded matrix, by the path of its module. `refined`: the figures of its refinement.
+    """
 
     staged: StagedRecord
     forms: Mapping[str, FormSpec]
@@ -269,8 +271,8 @@ class HealingEntry(Record):
     """A healing in progress: its digest, and the folder of its last checkpoint in RUN_DIR.
 
     `per_step`: windows of a step. `peak`: the largest learning rate; `relative`: as a share of each tensor's magnitude.
-    They stay when other processes go on, or a version with other defaults. `steps`: how many there are in all. None: of
-    a version that did not enter them.
+    They stay the same if other processes, or a version with other defaults, continue the healing. `steps`: the total
+    number. A field is None if the version that began the healing did not enter it.
     """
 
     of: Sha256

@@ -6,13 +6,13 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from manifests.blocks import Block, Count, Listed
+from manifests.blocks import Count, Listed, ManifestBlock
 from manifests.calibration import Prefix, Text
 
 TASK_SETTINGS = ("fewshot", "chat_template", "limit")
 
 
-class Perplexity(Block):
+class Perplexity(ManifestBlock):
     """Perplexity of the output on `text`, in windows of `window` tokens; `dense`: of the source as well.
 
     `prefix`: every window begins with the ids that the tokenizer puts before a text, such as a BOS; they count in its
@@ -26,7 +26,7 @@ class Perplexity(Block):
     dense: bool = False
 
 
-class Evaluation(Block):
+class Evaluation(ManifestBlock):
     """Measurements of the finished output.
 
     `tasks`: names of lm-eval's tasks and groups, or YAML files of one each. The dense model is measured, too. The

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
-from manifests.blocks import Block
+from manifests.blocks import ManifestBlock
 from manifests.engines import Engine
 
 UNITS = {"GB": 10**9, "GIB": 2**30, "MB": 10**6, "MIB": 2**20, "TB": 10**12, "TIB": 2**40}
@@ -39,7 +39,7 @@ def memory_text(num_bytes: int) -> str:
 Memory = Annotated[int, Field(gt=0, le=10**15), BeforeValidator(memory_bytes)]
 
 
-class Fit(Block):
+class Fit(ManifestBlock):
     """The memory in which an engine should serve the output; the bytes of its weights follow. docs/plan.md#fit.
 
     `memory`: of the device, such as 24GB (10⁹ bytes each) or 24GiB (2³⁰ each), or in bytes. `context`: the tokens of a

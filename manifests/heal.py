@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from manifests.blocks import Block, Count, LearningRate
+from manifests.blocks import Count, LearningRate, ManifestBlock
 from manifests.calibration import Text
 
 # How a healing trains, for the training and for its plan.
@@ -72,7 +72,7 @@ def host_fault(needed: float, processes: int, host_bytes: float) -> str:
     )
 
 
-class Heal(Block):
+class Heal(ManifestBlock):
     """Training of the whole compressed model against the dense one, [methods.md#healing](methods.md#healing).
 
     It follows the solve, and is no part of it: a finished job that gets this field pays for the healing alone. `python

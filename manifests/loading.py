@@ -10,14 +10,14 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from manifests.blocks import Block
+from manifests.blocks import ManifestBlock
 from manifests.calibration import FIELD_TAGS, TEXT_TAGS
 from manifests.errors import InputError, reason
 from manifests.method_entry import MethodEntry
 from manifests.schema import Manifest
 from manifests.strict_yaml import read_yaml, write_yaml
 
-B = TypeVar("B", bound=Block)
+B = TypeVar("B", bound=ManifestBlock)
 MAX_FILE_BYTES = 256 * 1024
 MAX_DEPTH = 32
 PLAIN_WORDS = {  # pydantic's names of types -> YAML's
@@ -100,7 +100,7 @@ def expand_environment(document: Mapping[str, Any], origin: str) -> tuple[Any, l
     return _expand_environment(document, variables, origin), faults
 
 
-def describe_faults(error: ValidationError, root: type[Block] = Manifest) -> list[str]:
+def describe_faults(error: ValidationError, root: type[ManifestBlock] = Manifest) -> list[str]:
     """Return a line for each fault of a block `root`."""
     return [_describe(fault, root) for fault in error.errors()]
 
@@ -167,7 +167,7 @@ def _expand_environment(value: Any, variables: Mapping[str, str], origin: str, d
     return value
 
 
-def _describe(fault: Any, root: type[Block]) -> str:
+def _describe(fault: Any, root: type[ManifestBlock]) -> str:
     where = ".".join(str(part) for part in _without_tag(fault["loc"]))
     if fault["type"].startswith("union_tag"):
         return _describe_method(where, fault)

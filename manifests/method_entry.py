@@ -7,14 +7,14 @@ from typing import Any, Literal, Self
 
 from pydantic import field_validator
 
-from manifests.blocks import Block, Count, LearningRate, Share
+from manifests.blocks import Count, LearningRate, ManifestBlock, Share
 
 MIXED_SHARE = 0.25  # of the solved layers' error in mixed inputs, docs/results.md#refinement
 WIDE, WIDE_MULTIPLE = 1024, 16  # from this hidden size on, ranks are multiples of 16 by default
 LAYERS_PATTERN = re.compile(r"all|last:(0*[1-9][0-9]*|0?\.[0-9]*[1-9][0-9]*|1\.0*)", re.ASCII)
 
 
-class Refine(Block):
+class Refine(ManifestBlock):
     """Training of each solved layer towards the dense model's outputs, docs/methods.md#refinement.
 
     `steps`: the most steps of a layer; of samples longer than 1024 tokens there are fewer. `tokens`: the most
@@ -39,7 +39,7 @@ class Refine(Block):
         raise ValueError("should be a number of tokens above 0, or all")
 
 
-class MethodEntry(Block):
+class MethodEntry(ManifestBlock):
     """Fields of every method's entry.
 
     `layers`: `all`, `last:N`, `last:SHARE` (`last:0.5`: the deeper half) or a list of numbers from 0. `keep`: a size of

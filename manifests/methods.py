@@ -7,14 +7,14 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from manifests.blocks import Block, Count, Listed, Share
+from manifests.blocks import Count, Listed, ManifestBlock, Share
 from manifests.method_entry import MethodEntry, Refine
 
 Ridge = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 FORMER_RIDGES = [1e-3, 1e-4]  # of jobs begun before `correct_ridges` was a field
 
 
-class FlatLLMRanks(Block):
+class FlatLLMRanks(ManifestBlock):
     """Fixed ranks, the same in every layer, instead of a budget."""
 
     value: Count | None = None
@@ -119,7 +119,7 @@ class MLA(MethodEntry):
         return self
 
 
-class JointRanks(Block):
+class JointRanks(ManifestBlock):
     """Fixed ranks, the same in every chosen layer."""
 
     query_key: Count | None = None

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from manifests.blocks import Block, Listed, Share
+from manifests.blocks import Listed, ManifestBlock, Share
 from manifests.records import LevelKind
 
 QUANTIZED_ROLES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -30,7 +30,7 @@ def is_skipped(role: str, skip: Collection[str]) -> bool:
     return not {role, local, f"{block.partition('.')[0]}.{local}"}.isdisjoint(skip)
 
 
-class Quantize(Block):
+class Quantize(ManifestBlock):
     """Fewer bits for stored numbers, with any method or with none. docs/methods.md#rounding.
 
     `bits: auto` chooses 8, 4 or 3 (2, too, unless levels are uniform) for each part of a layer, together with its

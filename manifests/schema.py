@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from manifests.blocks import Block, Count, Listed, Location, Share
+from manifests.blocks import Count, Listed, Location, ManifestBlock, Share
 from manifests.calibration import FORMER_LEAST_TOKENS, Calibration
 from manifests.evaluation import Evaluation
 from manifests.fit import Fit
@@ -30,7 +30,7 @@ RANKS_ONLY = re.compile(  # fields of `Manifest.semantic` that change ranks and 
 )
 
 
-class Model(Block):
+class Model(ManifestBlock):
     """The dense model: a directory or a hub id; `revision` is the hub's.
 
     `trust_remote_code`: Python code of the checkpoint (`auto_map`) may run. Only a tokenizer can need it: models are
@@ -48,7 +48,7 @@ class Model(Block):
     accept_loss: bool = False
 
 
-class Budget(Block):
+class Budget(ManifestBlock):
     """The size of the compressed model, by one of four limits.
 
     `keep`: share of the stored numbers in `scope` that may remain; indices and second factors count.
@@ -110,7 +110,7 @@ class Budget(Block):
         return self.keep or self.bytes or 1.0
 
 
-class Workers(Block):
+class Workers(ManifestBlock):
     """The number of workers (Ray actors) and the resources of each. Only `cpus` (threads of a worker) changes results.
 
     `max_failures`: the job ends when this many workers in a row have died on the same unit, or while starting.
@@ -141,7 +141,7 @@ class Workers(Block):
         return self
 
 
-class Resume(Block):
+class Resume(ManifestBlock):
     """Hidden states are committed every `every` layers; after a crash, at most the layers since are computed again.
 
     With `statistics: {keep: false}`, and layers solved in the dense pass (docs/architecture.md), layers that are not
@@ -163,13 +163,13 @@ class Resume(Block):
         raise ValueError("should be an integer greater than 0, or auto")
 
 
-class Statistics(Block):
+class Statistics(ManifestBlock):
     """`keep`: statistics are kept after their layer is solved; null: with propagate: dense, not with compressed."""
 
     keep: bool | None = None
 
 
-class Manifest(Block):
+class Manifest(ManifestBlock):
     """The whole job. Only `version`, `model`, `output`, `run_dir` and `methods` are always needed."""
 
     version: int

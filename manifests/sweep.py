@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, ValidationError, field_validator
 
-from manifests.blocks import Block, Count, Listed, Location, Share
+from manifests.blocks import Count, Listed, Location, ManifestBlock, Share
 from manifests.calibration import Calibration
 from manifests.errors import InputError
 from manifests.evaluation import Evaluation
@@ -32,7 +32,7 @@ Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$"
 Sizes = Annotated[tuple[Share, ...] | None, Listed]
 
 
-class Points(Block):
+class Points(ManifestBlock):
     """A list of methods, compared at every size and with every rounding: one point for each pair of them.
 
     `name`: in tables and names of outputs; null: the names of the methods. `keep` or `bytes`: sizes, as in `budget`;
@@ -60,7 +60,7 @@ class Points(Block):
         return self.name or "+".join(entry.method for entry in self.methods) or "rounded"
 
 
-class Sweep(Block):
+class Sweep(ManifestBlock):
     """Many methods, sizes and roundings of one model, from one calibration and one pool of workers.
 
     `keep`: the sizes of points without sizes of their own. `scope` and `multiple` apply to every budget. Checkpoints of

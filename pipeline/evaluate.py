@@ -36,7 +36,7 @@ from pipeline.console.arguments import (
     text_of,
 )
 from pipeline.console.paths import prepare_folder
-from pipeline.console.wrapping import say
+from pipeline.console.printing import say
 from pipeline.evaluation.losses import score_extent, shown_perplexity
 from pipeline.evaluation.task_scores import AskedTasks, score_endpoint, score_whole, task_lines
 from pipeline.inputs.task_names import check_tasks

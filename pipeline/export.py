@@ -17,8 +17,8 @@ from typing import Any
 
 from manifests.errors import InputError
 from pipeline.console.arguments import parser, run_command
+from pipeline.console.printing import say
 from pipeline.console.signals import interrupt_on_signals
-from pipeline.console.wrapping import say
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -23,8 +23,7 @@ from manifests.engines import ENGINES
 from manifests.errors import InputError, StorageError, reason
 from manifests.fit import DEVICES
 from pipeline.console.arguments import add_address, add_text, parser, run_command, text_of
-from pipeline.console.calling import as_called
-from pipeline.console.wrapping import say
+from pipeline.console.printing import as_called, say
 
 SHIPPED = Path(manifests.__file__).parent
 LEAST_MEMORY = 2**16  # a number below it lacks its unit

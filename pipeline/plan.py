@@ -23,7 +23,7 @@ from manifests.errors import InputError
 from manifests.loading import read_document
 from pipeline.console.amounts import duration
 from pipeline.console.arguments import add_address, add_manifest, parser, read_manifest, read_sweep, run_command
-from pipeline.console.wrapping import say
+from pipeline.console.printing import say
 
 if TYPE_CHECKING:
     from pipeline.job.plan_report import RateSource

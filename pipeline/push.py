@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from pipeline.console.arguments import parser, run_command
-from pipeline.console.wrapping import say
+from pipeline.console.printing import say
 
 
 def main(argv: list[str] | None = None) -> int:

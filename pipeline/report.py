@@ -17,7 +17,7 @@ import sys
 from typing import Any
 
 from pipeline.console.arguments import parser, run_command
-from pipeline.console.wrapping import say
+from pipeline.console.printing import say
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 from manifests.errors import InputError
 from pipeline.console.arguments import parser, run_command
-from pipeline.console.wrapping import say
+from pipeline.console.printing import say
 from stores.lock import read_lock
 from stores.run_directory import existing_run
 

@@ -19,7 +19,7 @@ from manifests.entries import PointEntry
 from manifests.errors import StorageError
 from manifests.records import LedgerKey
 from pipeline.console.arguments import parser, run_command
-from pipeline.console.wrapping import say
+from pipeline.console.printing import say
 from pipeline.driver.ledger_keys import COMPLETE, HEALING, HELD_OUT_SCORE, POINTS, RESULT, TEXTS, point_part
 from pipeline.evaluation.losses import all_warnings
 from stores.lock import read_lock
@@ -56,7 +56,7 @@ def read_status(place: Place) -> dict[str, Any]:
     keys = ledger.keys()
     committed = {kind: sum(key.startswith(f"{kind}/") for key in keys) for kind in ("dense", "statistics", "layer")}
     owner = read_lock(run_dir.storage)
-    complete, ended = ledger.get(COMPLETE), read_record(run_dir.storage)
+    complete, ended = ledger.get(COMPLETE), read_ending(run_dir.storage)
     points = _points(run_dir)
     entered = {"held_out": ledger.get(HELD_OUT_SCORE), "texts": ledger.get(TEXTS)}
     healings = (ledger.get(key) for key in keys if key.rpartition("/")[2] == HEALING)  # of a point, in a sweep
@@ -80,7 +80,7 @@ def read_status(place: Place) -> dict[str, Any]:
     }
 
 
-def read_record(run_dir: Storage) -> dict[str, Any] | None:
+def read_ending(run_dir: Storage) -> dict[str, Any] | None:
     """Return the record of the end of a run (pipeline/job/run_record.py), or None if it is missing or damaged."""
     try:
         record = json.loads(run_dir.read(ENDED))

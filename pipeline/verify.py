@@ -14,7 +14,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from pipeline.console.arguments import parser, run_command
-from pipeline.console.wrapping import say
+from pipeline.console.printing import say
 
 if TYPE_CHECKING:
     from pipeline.verification.runner import Finding

@@ -26,7 +26,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from manifests.errors import InputError, StorageError
 from stores import lease
 from stores.backend import Readable, Storage, Writable
-from stores.bucket_client import SERVICES, Connection, reason, repeated
+from stores.bucket_client import SERVICES, Connection, repeated, server_reason
 from stores.lease import Lease, LeaseStore, is_gone, take_lease
 from stores.threads import parallel_map
 
@@ -181,7 +181,7 @@ class Bucket(Storage, LeaseStore):
         try:
             repeated(lambda: next(iter(obstore.list(self._connection.hasty, self._key("") or None)), None))
         except (BaseError, OSError) as error:
-            return f"cannot be listed: {reason(error)}"
+            return f"cannot be listed: {server_reason(error)}"
         return None
 
     def hold(self, name: str) -> Lease:
@@ -285,9 +285,9 @@ class Bucket(Storage, LeaseStore):
         except FileNotFoundError as error:
             if "NoSuchBucket" not in str(error):
                 raise FileNotFoundError(errno.ENOENT, "no such object", self.at(name)) from None
-            raise StorageError(f"{action} {self.at(name)}: {reason(error)}") from None
+            raise StorageError(f"{action} {self.at(name)}: {server_reason(error)}") from None
         except (BaseError, OSError) as error:
-            raise StorageError(f"{action} {self.at(name)}: {reason(error)}") from None  # its text may show a key
+            raise StorageError(f"{action} {self.at(name)}: {server_reason(error)}") from None  # its text may show a key
 
 
 class _Upload(Writable):

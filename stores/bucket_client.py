@@ -68,7 +68,7 @@ def repeated(ask: Callable[[], T]) -> T:
     return ask()
 
 
-def reason(error: BaseException) -> str:
+def server_reason(error: BaseException) -> str:
     """Describe a server's error without the parts that repeat the request: they may hold a key."""
     text = str(error).partition("\n\nDebug source")[0]
     status = re.search(r"status code: (\d+ [A-Za-z ]+)", text)

@@ -111,7 +111,7 @@ def named_tensors(
         except InputError as error:
             faults.append(str(error))
             continue
-        # transformers loads the last of them, whatever the index says.
+        # transformers ignores the index and loads the last of them.
         faults += [_held_twice(storage, name, holders[name], file) for name in records if name in holders]
         holders |= dict.fromkeys(records, file)
         path, names = storage.at(file), list(records) if names is None else names

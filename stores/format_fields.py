@@ -73,7 +73,7 @@ def is_empty(value: Any) -> bool:
     return True
 
 
-def check_fields(fields: FieldTable, values: Any, where: str = "") -> Mapping[str, Any]:
+def check_format_fields(fields: FieldTable, values: Any, where: str = "") -> Mapping[str, Any]:
     """Return an object of the config if all of its fields are read. Raises InputError with every fault."""
     if not isinstance(values, Mapping):
         raise InputError(f"config.json: {FIELD}: {where}: {values!r:.80} is not an object with fields")

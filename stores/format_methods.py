@@ -23,7 +23,7 @@ from stores.format_fields import (
     MXFP4,
     SCHEME,
     SPARSITY,
-    check_fields,
+    check_format_fields,
 )
 from stores.headers import DTYPES, TensorRecord
 
@@ -99,7 +99,7 @@ def _name(record: TensorRecord) -> str:
 
 
 def _fp8(field: Mapping[str, Any], stored: Stored) -> Formats:
-    check_fields(FP8, field)
+    check_format_fields(FP8, field)
     block = _pair(field.get("weight_block_size"), "weight_block_size")
 
     def form(path: str) -> StoredFormat:
@@ -124,8 +124,8 @@ def _fp8(field: Mapping[str, Any], stored: Stored) -> Formats:
 
 
 def _compressed(field: Mapping[str, Any], stored: Stored) -> Formats:
-    check_fields(COMPRESSED, field)
-    check_fields(SPARSITY, field.get("sparsity_config") or {}, "sparsity_config")
+    check_format_fields(COMPRESSED, field)
+    check_format_fields(SPARSITY, field.get("sparsity_config") or {}, "sparsity_config")
     groups, ignored = _groups(field), _texts(field.get("ignore") or [], "ignore")
 
     def form(path: str) -> StoredFormat:
@@ -157,8 +157,8 @@ def _groups(field: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
         raise InputError(f"config.json: {FIELD}: config_groups: {schemes!r:.80} is not an object with groups")
     for name, group in schemes.items():
         where = f"config_groups.{name}"
-        checked = check_fields(SCHEME, group, where)
-        check_fields(ARGUMENTS, checked.get("weights") or {}, f"{where}.weights")
+        checked = check_format_fields(SCHEME, group, where)
+        check_format_fields(ARGUMENTS, checked.get("weights") or {}, f"{where}.weights")
         groups |= {target: checked for target in _texts(checked.get("targets") or [], f"{where}.targets")}
     return groups
 
@@ -166,7 +166,7 @@ def _groups(field: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 def target_of(path: str, targets: Sequence[str], classes: Sequence[str]) -> str | None:
     """Return the target that a module belongs to, as the matcher of compressed-tensors chooses it, or None.
 
-    Whole names come before patterns, and these before names of `classes`; each in alphabetical order.
+    Whole names come first, then patterns, then names of `classes`; each in alphabetical order.
     """
     ordered = sorted(targets, key=lambda target: (PATTERN in target, target))
     named = (target for target in ordered if _matches(target, path))
@@ -219,12 +219,12 @@ def _block(weights: Mapping[str, Any], path: str) -> tuple[int, int]:
 
 
 def _mxfp4(field: Mapping[str, Any], stored: Stored) -> Formats:
-    check_fields(MXFP4, field)
+    check_format_fields(MXFP4, field)
     return lambda path: StoredFormat("mxfp4", stored.dtype, "uint8", "uint8", 4, (1, MXFP4_GROUP))
 
 
 def _gptq(field: Mapping[str, Any], stored: Stored) -> Formats:
-    check_fields(GPTQ, field)
+    check_format_fields(GPTQ, field)
     layout = _layout(field, ("checkpoint_format", "format"), ("gptq", "gptq_v2"))
     offset, changes = 0 if layout == "gptq_v2" else 1, _changes(field)
     _gptq_sizes(field, "")
@@ -265,7 +265,7 @@ def _changes(field: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     for key, own in changes.items():
         _pattern(key.removeprefix(SKIPPED).removeprefix(CHANGED))
         if not key.startswith(SKIPPED):
-            _gptq_sizes({**field, **check_fields(GPTQ_MODULE, own, f"dynamic.{key}")}, f"dynamic.{key}")
+            _gptq_sizes({**field, **check_format_fields(GPTQ_MODULE, own, f"dynamic.{key}")}, f"dynamic.{key}")
     return dict(changes)
 
 
@@ -275,7 +275,7 @@ def _is_changed(key: str, path: str) -> bool:
 
 
 def _awq(field: Mapping[str, Any], stored: Stored) -> Formats:
-    check_fields(AWQ, field)
+    check_format_fields(AWQ, field)
     bits, group = field.get("bits"), field.get("group_size")
     _layout(field, ("version", "format"), ("gemm",))
     if type(bits) is not int or bits != 4 or type(group) is not int:

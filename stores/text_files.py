@@ -28,9 +28,9 @@ from stores.text_rows import (
     RowFields,
     RowTexts,
     documents_of,
-    fields_of,
     missing_field,
     presumed_fields,
+    row_fields,
 )
 
 BYTE_ORDER_MARK = "\ufeff"
@@ -199,7 +199,7 @@ def _columns(path: str, file: Any, text: Text) -> list[str]:
 
     schema, types = file.schema_arrow, pyarrow.types
     lists = [field.name for field in schema if types.is_list(field.type) or types.is_large_list(field.type)]
-    fields = fields_of(text, dict.fromkeys(schema.names)) or _fields_of_first(file, text, lists)
+    fields = row_fields(text, dict.fromkeys(schema.names)) or _fields_of_first(file, text, lists)
     fields = fields or presumed_fields(text, dict.fromkeys(schema.names))
     wanted = (*fields.texts, *filter(None, (fields.messages, text.tools))) if fields else ()
     absent = [name for name in wanted if name not in schema.names]
@@ -211,7 +211,7 @@ def _columns(path: str, file: Any, text: Text) -> list[str]:
 
 def _fields_of_first(file: Any, text: Text, columns: list[str]) -> RowFields | None:
     """Return the fields that the first rows of these columns show."""
-    return next(filter(None, (fields_of(text, row) for row in _first_rows(file, columns, FIRST_ROWS))), None)
+    return next(filter(None, (row_fields(text, row) for row in _first_rows(file, columns, FIRST_ROWS))), None)
 
 
 def _first_rows(file: Any, columns: list[str], most: int) -> list[dict[str, Any]]:

@@ -52,7 +52,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class ReadText:
-    """What was read of a text: the counts of each file or dataset, and the tokens of all."""
+    """The counts of a text that was read: of each file or dataset, and the tokens of all."""
 
     readings: tuple[Reading, ...] = ()
     tokens: int = 0
@@ -115,7 +115,7 @@ class RowFields(NamedTuple):
     tools: str = TOOLS_FIELD
 
 
-def fields_of(text: Text, item: Mapping[str, Any]) -> RowFields | None:
+def row_fields(text: Text, item: Mapping[str, Any]) -> RowFields | None:
     """Return the fields to read of a row; None if a manifest's text names none, and the row leaves it open."""
     if text.messages is not None:
         return RowFields((), text.messages, text.tools or TOOLS_FIELD)
@@ -155,7 +155,7 @@ class RowTexts:
             kind = "a bare list of messages" if is_chat(item) else f"a JSON {type(item).__name__}"
             expected = f'an object {{"{CHAT_FIELD}": […]}}' if is_chat(item) else f"an object with {self._expected()}"
             raise InputError(f"{place}: {kind}, expected {expected}")
-        self._fields = self._fields or fields_of(self._text, item)
+        self._fields = self._fields or row_fields(self._text, item)
         if (fields := self._fields or presumed_fields(self._text, item)) is None:
             return missing_field(place, self._text, item)
         if fields.messages is not None:

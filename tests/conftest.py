@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from manifests.processor import limit_onednn
+from manifests.packages import limit_onednn
 from tests import buckets
 from tests.processes import make_scheduler
 from tests.remote_code import modules_cache

@@ -1,4 +1,4 @@
-"""What is imported stays, and is not looked at for cycles again; everything else is collected as before."""
+"""Imported objects are exempt from garbage collection; all other objects are collected as before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Manifests: what is wrong is named, all of it at once; what is right survives writing and reading."""
+"""Manifests: all faults are named at once; valid manifests survive writing and reading."""
 
 from __future__ import annotations
 

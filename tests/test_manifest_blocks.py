@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from manifests.blocks import Block, Count, Location, Share
+from manifests.blocks import Count, Location, ManifestBlock, Share
 
 
-class Example(Block):
+class Example(ManifestBlock):
     share: Share = 0.5
     location: Location = "a"
     count: Count = 1

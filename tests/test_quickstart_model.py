@@ -13,14 +13,14 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from deploy.quickstart.__main__ import PROMPT, Row, continue_prompt, table_of
-from deploy.quickstart.model import Recipe, make_model
+from deploy.quickstart.__main__ import PROMPT, ModelRow, continue_prompt, table_of
+from deploy.quickstart.model import ModelRecipe, make_model
 from deploy.quickstart.text import story_text
 from manifests.loading import load_manifest
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[1]
-TINY = Recipe(
+TINY = ModelRecipe(
     vocab_size=300, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, window_tokens=32,
     batch_windows=8, num_steps=30, train_bytes=40_000, calibration_bytes=5_000, evaluation_bytes=5_000,
     shard_size="20KB",
@@ -61,7 +61,7 @@ def test_same_seed_same_files_over_a_training_cut_off(trained: Path, tmp_path: P
 
 
 def test_evaluation_text_is_held_out() -> None:
-    recipe = Recipe()
+    recipe = ModelRecipe()
     trained_on, calibration, evaluation = (
         set(story_text(num_bytes, recipe.seed + offset).splitlines())
         for offset, num_bytes in enumerate((recipe.train_bytes, recipe.calibration_bytes, recipe.evaluation_bytes))
@@ -73,7 +73,7 @@ def test_evaluation_text_is_held_out() -> None:
 def test_manifest_fits_the_model() -> None:
     manifest = load_manifest(ROOT / "manifests" / "quickstart.yaml", ["budget.keep=0.6", "output=elsewhere"])
     assert manifest.calibration is not None
-    assert manifest.calibration.sequence_length == Recipe().window_tokens
+    assert manifest.calibration.sequence_length == ModelRecipe().window_tokens
     assert manifest.budget is not None
     assert manifest.budget.keep == 0.6
 
@@ -83,7 +83,7 @@ def test_table_shows_what_the_model_writes(trained: Path) -> None:
     assert text.startswith(PROMPT)
     assert len(text) > len(PROMPT)
     console = Console(width=200, record=True, file=io.StringIO(), markup=False)
-    console.print(table_of([Row("dense", 2.0, 4000, text), Row("keep 0.6", 2.5, 2500, "[red] Anna")]))
+    console.print(table_of([ModelRow("dense", 2.0, 4000, text), ModelRow("keep 0.6", 2.5, 2500, "[red] Anna")]))
     shown = console.export_text()
     assert "0.625" in shown
     assert "[red] Anna" in shown

@@ -1,4 +1,4 @@
-"""The typed entries of the ledger: what the stores and the workers write is what the types say."""
+"""The typed entries of the ledger: records of the stores and the workers have the declared types."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from tests.memory_storage import Memory
 
 
 def check(kind: type[Record], stored: Any) -> Record:
-    """What is stored is one of the kind, and is stored again as the same JSON; nobody can change it."""
+    """Check that stored JSON makes a record of the kind, which gives the same JSON again and is frozen."""
     stored = json.loads(json.dumps(stored, default=Record.as_json))
     record = kind.model_validate(stored)
     assert json.loads(json.dumps(record.as_json())) == stored

@@ -30,7 +30,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tools.benchmarks.memory_over_layers import Watch
+from tools.benchmarks.jobs import Watch
 from tools.tuning import READS, Bench, add_options
 
 SCRIPTS = Path(__file__).parent / "peer_programs"

@@ -27,7 +27,7 @@ FAILED = 1
 
 @dataclass(frozen=True)
 class Step:
-    """A command and what it remakes. `replaced`: deleted before the command, which refuses an existing one.
+    """A command and the files that it writes. `replaced`: deleted before the command, which refuses an existing one.
 
     `needs`: without these paths the step is left out, with the advice `remedy`.
     """

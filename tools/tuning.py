@@ -239,7 +239,7 @@ class Bench:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Compute what is not cached, and score each block."""
+    """Compute the statistics that are not cached, and score each block."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument("blocks", nargs="+", metavar="FIELD=VALUE,...", help="a block `quantize` of a manifest")

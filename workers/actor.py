@@ -28,7 +28,7 @@ with quick_imports():
     from pipeline.kernels.deferred import DeferredTensors
     from workers.device_settings import configure_device
     from workers.memory import bound_kernel_caches, map_large_tensors
-    from workers.tensor_transfer import Handle, Packed, TensorTransfer, pack, unpack
+    from workers.tensor_transfer import Handle, Packed, TensorTransfer, pack_tensors, unpack_tensors
 
 if TYPE_CHECKING:
     from pipeline.cost_model.probe import ProbedShape
@@ -53,20 +53,20 @@ class RayTransfer(TensorTransfer):
 
     def put(self, tensors: Mapping[str, Tensor]) -> int:
         deferred = isinstance(tensors, DeferredTensors)
-        packed = None if deferred else pack(tensors)
-        self._outbox.packed.append(lambda: pack(tensors) if packed is None else packed)
+        packed = None if deferred else pack_tensors(tensors)
+        self._outbox.packed.append(lambda: pack_tensors(tensors) if packed is None else packed)
         return len(self._outbox.packed) - 1
 
     def get(self, handle: Handle) -> dict[str, Tensor]:
         try:
-            return unpack(ray.get(handle.reference))
+            return unpack_tensors(ray.get(handle.reference))
         except RayError as error:
             message = f"the result of {handle.producer} was lost with its node ({type(error).__name__})"
             raise LostInputError(message, (handle.producer,)) from None
 
     def offload(self, tensor: Tensor) -> Callable[[], Tensor]:
-        reference, device = ray.put(pack({"": tensor})), tensor.device
-        return lambda: unpack(ray.get(reference))[""].to(device)
+        reference, device = ray.put(pack_tensors({"": tensor})), tensor.device
+        return lambda: unpack_tensors(ray.get(reference))[""].to(device)
 
     def emptied(self) -> list[Callable[[], Packed]]:
         """Return the functions that return the tensors of this thread's unit, and clear them."""
@@ -132,13 +132,13 @@ class WorkerActor:
 
     def _returned(self, unit: Unit, outcome: Outcome, packed: list[Callable[[], Packed]]) -> Iterator[Any]:
         """Yield the tensors, which Ray stores one after another, and the outcome."""
-        from workers.outcomes import finish
+        from workers.outcomes import finish_deferred
 
         packed.reverse()
         for _ in range(unit.handles):
             tensors = None
             if packed and outcome.error is None:
-                outcome, tensors = finish(unit, outcome, packed.pop())
+                outcome, tensors = finish_deferred(unit, outcome, packed.pop())
             yield tensors
         yield self._metered(unit, outcome)
 

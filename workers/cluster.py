@@ -326,7 +326,7 @@ def _bare_node(with_environments: bool) -> Iterator[None]:
 def probe_workers(workers: Workers, dtype: torch.dtype, shape: ProbedShape) -> Rates:
     """Return the mean rates of workers that compute at the same time, on the nodes where Ray places them.
 
-    As many are measured as fit into the cluster, at most `MAX_PROBES`.
+    Measures as many workers as fit into the cluster, at most `MAX_PROBES`.
     """
     remote: Any = ray.remote(RateProbe).options(num_cpus=workers.cpus, num_gpus=workers.gpus)
     probes = [remote.remote() for _ in range(min(workers.max, MAX_PROBES, _room(workers)))]
@@ -402,8 +402,8 @@ def _fits_a_node(workers: Workers, memory_bytes: int, nodes: list[dict[str, floa
 def autoscales() -> bool:
     """Return True if Ray's autoscaler may add nodes.
 
-    Its monitor reports node types in any cluster. If it can start nodes, the types are named in its configuration.
-    Otherwise every node has its own type, named after the node's id.
+    Its monitor reports node types in any cluster. If it can start nodes, its configuration names the types. If it
+    cannot, every node has its own type, named after the node's id.
     """
     own = {format_readonly_node_type(node["NodeID"]) for node in ray.nodes()}
     try:

@@ -57,7 +57,7 @@ def compare_models(
 
     `staged`: the records of the compressed layers, or None if `packed` reads them from its own checkpoint.
     """
-    errors, sketches, states = compare_layers(dense, packed, staged, embedded(dense, packed, staged[0], ids_BS))
+    errors, sketches, states = compare_outputs(dense, packed, staged, embedded(dense, packed, staged[0], ids_BS))
     error, logits_sketch = compare_heads(dense, packed, staged[-1], states, len(staged))
     return Comparison(errors, error, sketches, logits_sketch)
 
@@ -71,7 +71,7 @@ def compare_some(unit: Compare, setup: WorkerConfig, device: torch.device, trans
     else:
         before = transfer.get(unit.before)
         states = before["dense"].to(device), before["packed"].to(device)
-    errors, sketches, states = compare_layers(dense, packed, unit.staged, states, unit.first)
+    errors, sketches, states = compare_outputs(dense, packed, unit.staged, states, unit.first)
     figures = {"layer_errors": errors, "sketch": sketches}
     if not unit.head:
         return CompareDone(figures, transfer.put(dict(zip(("dense", "packed"), states, strict=True))))
@@ -91,7 +91,7 @@ def embedded(dense: LayerReader, packed: LayerReader, first: StagedLayer | None,
     return dense_BSD, embedding(packed, first)(ids_BS)
 
 
-def compare_layers(
+def compare_outputs(
     dense: LayerReader, packed: LayerReader, staged: Sequence[StagedLayer | None], states: States, first: int = 0
 ) -> tuple[tuple[float, ...], tuple[tuple[float, ...], ...], States]:
     """Return errors and sketches of the layers from `first` on with inputs `states`, and the last layer's outputs."""

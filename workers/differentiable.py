@@ -163,7 +163,7 @@ class DifferentiableLayer:
 
 
 @dataclass
-class Sample:
+class ReturningSample:
     """A sample on its way back.
 
     Attributes:
@@ -233,7 +233,7 @@ class LayerGradients:
         mixed_SD: Tensor = self.module.with_shared(self.module.routed(stream_SD)[0], sum_SD)
         return mixed_SD
 
-    def enter(self, sample: Sample, mixed_SD: Tensor | None, gradient_of: Callable[[Tensor], Tensor]) -> None:
+    def enter(self, sample: ReturningSample, mixed_SD: Tensor | None, gradient_of: Callable[[Tensor], Tensor]) -> None:
         """Go back from the layer's output to the mixture's. `gradient_of`: as in `DifferentiableLayer.pull_back`."""
         mixed_SD = torch.zeros_like(sample.stream) if mixed_SD is None else mixed_SD
         mixed_SD = mixed_SD.detach().requires_grad_()
@@ -242,7 +242,7 @@ class LayerGradients:
         sample.outgoing = gradient_of(output_SD.detach())
         (sample.mixed,) = torch.autograd.grad(output_SD, [mixed_SD], sample.outgoing)
 
-    def share(self, sample: Sample, take: Take) -> None:
+    def share(self, sample: ReturningSample, take: Take) -> None:
         """Go back from the mixture's output through the shared expert."""
         x_SD, (weights_Sk, _) = self.module.routed(sample.stream)
         sample.weights = torch.zeros_like(weights_Sk)
@@ -256,7 +256,7 @@ class LayerGradients:
             sample.inputs = gradients[0]
             take(self.layer.at(points, captured, gradients[1:]))
 
-    def through(self, sample: Sample, experts: range, take: Take) -> None:
+    def through(self, sample: ReturningSample, experts: range, take: Take) -> None:
         """Go back through the experts of a slice."""
         x_SD, (weights_Sk, chosen_Sk) = self.module.routed(sample.stream)
         tokens = {expert: places for expert, *places in passing(chosen_Sk) if expert in experts}
@@ -283,7 +283,7 @@ class LayerGradients:
                 sample.weights[token_t, place_t] = weight_t1[:, 0]
         take(wanted)
 
-    def leave(self, sample: Sample, hidden_SD: Tensor, take: Take) -> Tensor:
+    def leave(self, sample: ReturningSample, hidden_SD: Tensor, take: Take) -> Tensor:
         """Go back through the router and the attention. Return the gradient at the layer's inputs `hidden_SD`."""
         hidden_SD = self._residual(hidden_SD).requires_grad_()
         points = [point for point in self.points if not _points_of([point], EXPERT) and not _points_of([point], SHARED)]

@@ -22,13 +22,13 @@ from workers.wide_linear import widen_linears_
 HEAD_INPUT = "head.in"
 
 
-class Embedding(Protocol):
+class TokenEmbedding(Protocol):
     """Maps token ids (B, S) to hidden states (B, S, D). `places`: of the tokens, if samples branch."""
 
     def __call__(self, ids_BS: Tensor, places: Places | None = None) -> Tensor: ...
 
 
-def embedding(layers: LayerReader, first: StagedLayer | None = None) -> Embedding:
+def embedding(layers: LayerReader, first: StagedLayer | None = None) -> TokenEmbedding:
     """Return the map from token ids to hidden states, with learned positions if the family has them.
 
     `first`: the staged layer 0, which holds the embedding table if the table is rounded.

@@ -1,10 +1,11 @@
 """Runs samples of a shard back through a layer, one at a time.
 
-A layer with more experts than a worker holds has parts, a slice of experts each: all samples go back through one before
-any goes back through the next. Between parts, a sample's state is five tensors: the residual stream that the mixture
-reads, the gradients at the outputs of the layer and of the mixture, and the gradients so far at the mixture's inputs
-and at the router's weights. They are held or spilled like hidden states, beside the gradients at the layer's output.
-All other layers have one part.
+A layer with more experts than a worker holds has several parts, a slice of experts each. All samples go back through
+one part before any goes back through the next. All other layers have one part.
+
+Between parts, a sample's state is five tensors. These are the residual stream that the mixture reads, the gradients at
+the outputs of the layer and of the mixture, and the gradients so far at the mixture's inputs and at the router's
+weights. They are held or spilled like hidden states, beside the gradients at the layer's output.
 
 Legend: M samples, S sequence, D hidden, k experts of a token.
 """
@@ -18,7 +19,7 @@ from functools import partial
 from torch import Tensor
 
 from workers.copies import HiddenReader
-from workers.differentiable import LayerGradients, Sample, Take
+from workers.differentiable import LayerGradients, ReturningSample, Take
 from workers.hidden import HiddenStates, ShardKey
 
 STREAM, OUTGOING, MIXED, SUM, INPUTS, WEIGHTS = "stream", "outgoing", "mixed", "sum", "inputs", "weights"
@@ -163,7 +164,7 @@ class GradientSamples:
             self._enter(gradient_of, reads_output)
         experts = self.layer.block.hold(part, 0)
         for place in range(len(self.samples)):
-            sample = Sample.of(self._read(STREAM, place))
+            sample = ReturningSample.of(self._read(STREAM, place))
             sample.mixed = self._read(MIXED, place)
             self.layer.share(sample, take if part + 1 == self.parts else _ignored)
             self.layer.through(sample, experts, take)
@@ -177,7 +178,7 @@ class GradientSamples:
             sums = self.state.get(SUM, self.parts)
 
         def entered(place: int) -> State:
-            sample = Sample.of(self._read(STREAM, place))
+            sample = ReturningSample.of(self._read(STREAM, place))
             mixed_SD = None if sums is None else self.layer.mixed(sample.stream, self._at(sums, place))
             self.layer.enter(sample, mixed_SD, partial(gradient_of, self.samples[place]))
             return {(OUTGOING, 0): sample.outgoing, (MIXED, 0): sample.mixed}
@@ -187,7 +188,7 @@ class GradientSamples:
 
     def _share(self, take: Take) -> None:
         def shared(place: int) -> State:
-            sample = Sample.of(self._read(STREAM, place))
+            sample = ReturningSample.of(self._read(STREAM, place))
             sample.mixed = self._read(MIXED, place)
             self.layer.share(sample, take)
             return {(INPUTS, 0): sample.inputs, (WEIGHTS, 0): sample.weights}
@@ -222,9 +223,9 @@ class GradientSamples:
         """Hold new fields of all samples. `state_of`: returns those of the sample at a place."""
         self.state.keep(len(self.samples), map(state_of, range(len(self.samples))))
 
-    def _sample(self, place: int, done: int) -> Sample:
+    def _sample(self, place: int, done: int) -> ReturningSample:
         fields = [self._read(field, place) for field in (STREAM, OUTGOING, MIXED)]
-        return Sample(*fields, *(self._read(field, place, done).clone() for field in (INPUTS, WEIGHTS)))
+        return ReturningSample(*fields, *(self._read(field, place, done).clone() for field in (INPUTS, WEIGHTS)))
 
     def _read(self, field: str, place: int, parts: int = 0) -> Tensor:
         reader = self.state.get(field, parts)

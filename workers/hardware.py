@@ -23,8 +23,8 @@ HALF_PRECISION = ("amx_bf16", "amx_fp16", "avx512_bf16", "avx512_fp16", "bf16", 
 def describe_hardware(device: torch.device) -> dict[str, str]:
     """Return the fields of a device. Workers with equal fields compute the same bytes.
 
-    The fields of a GPU are its name, compute capability, versions of torch and CUDA, and settings. Those of a CPU are
-    its maker and the instructions for which torch, oneMKL and oneDNN choose kernels.
+    The fields of a GPU are its name, compute capability, versions of torch and CUDA, and settings. The fields of a CPU
+    are its maker, and the instructions for which torch, oneMKL and oneDNN choose kernels.
     """
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)

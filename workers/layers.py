@@ -21,7 +21,7 @@ from pipeline.families.latent_config import described_config, latent_form
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.families.registry import geometry_of
 from pipeline.kernels.checks import all_finite
-from pipeline.rounding.schemes import packed_modules, packed_names, rounded_modules, unpacked
+from pipeline.rounding.schemes import packed_modules, packed_names, rounded_modules, unpacked_weights
 from pipeline.units.units import Unwritten
 from stores.staging import read_staged
 from stores.threads import parallel_map
@@ -167,7 +167,7 @@ class LayerReader:
             converted = {name: self._converted(tensor) for name, tensor in plain.items()}
             packed = packed_modules(converted)
             schemes = {path: scheme for path, scheme in rounded.items() if path in packed}
-            relative = unpacked(converted, schemes)
+            relative = unpacked_weights(converted, schemes)
             return {name.removeprefix(prefix): tensor for name, tensor in relative.items()}
 
         tensors = placed(start, True, step)
@@ -206,7 +206,7 @@ class LayerReader:
         if staged is not None and inside:
             tensors |= read_staged(self.setup.run_dir, staged, inside)
             rounded |= staged.rounded
-        return unpacked({name: self._converted(tensor) for name, tensor in tensors.items()}, rounded)
+        return unpacked_weights({name: self._converted(tensor) for name, tensor in tensors.items()}, rounded)
 
     def dense_weights(self, layer: int, names: Mapping[str, str]) -> dict[str, Tensor]:
         """Map each `role.weight` in `names` to its source tensor, in the source's dtype, on the device.

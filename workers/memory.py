@@ -20,9 +20,9 @@ _LIBRARY = ctypes.CDLL(None)
 def map_large_tensors() -> None:
     """Allocate tensors of 4 MiB and more in separate pages, which return to the system when the tensor is freed.
 
-    Call it once, early in the process. Otherwise glibc raises this limit up to 32 MiB as tensors are freed. Layers that
-    are read ahead then share heaps with temporaries, and heap fragmentation grows with every layer
-    (`tools/benchmarks/memory_over_layers.py`). With a limit of 1 MiB, fresh pages would take a sixth of a forward pass.
+    Call it once, early in the process. By default, glibc raises this limit up to 32 MiB as tensors are freed. Layers
+    that are read ahead then share heaps with temporaries, and heap fragmentation grows with every layer
+    (`tools/benchmarks/memory_growth.py`). With a limit of 1 MiB, fresh pages would take a sixth of a forward pass.
     torch requests huge pages if the system grants them. Other C libraries are not configured.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read by torch at the first large tensor

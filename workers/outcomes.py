@@ -43,7 +43,7 @@ def do_unit(worker: Worker, unit: Unit) -> Outcome:
     return Outcome(result, error, seconds, compute_seconds, peak_bytes())
 
 
-def finish(unit: Unit, outcome: Outcome, compute: Callable[[], T]) -> tuple[Outcome, T | None]:
+def finish_deferred(unit: Unit, outcome: Outcome, compute: Callable[[], T]) -> tuple[Outcome, T | None]:
     """Compute a deferred part of a unit's result. Return the outcome, with its time or its error, and the part."""
     started = time.perf_counter()
     with torch.inference_mode():

@@ -42,7 +42,7 @@ class Holder(Protocol):
         ...
 
 
-def choose(waiting: Sequence[Unit], member: Holder, live: Collection[Holder], beside: bool = False) -> int | None:
+def choose_unit(waiting: Sequence[Unit], member: Holder, live: Collection[Holder], beside: bool = False) -> int | None:
     """Return the index in `waiting` of the unit that the worker `member` should run, or None.
 
     With `beside`, this is the first `ConcurrentUnit` other than `Collect` that is not bound to another node. Otherwise
@@ -94,7 +94,7 @@ def _movable(unit: ShardUnit, member: Holder) -> bool:
 
 
 def _cost(unit: ShardUnit, member: Holder, live: Collection[Holder]) -> tuple[int, int] | None:
-    """Return the cost of giving a worker a shard that no worker holds; None: it should not take the shard now.
+    """Return the cost of giving a worker a shard that no worker holds, or None if it should not take the shard now.
 
     The order for windows: a worker with windows of the model, up to its share (`shards_per_worker`); a worker without
     windows, for the model on the fewest workers; an idle worker with windows of other models.

@@ -37,7 +37,7 @@ from workers.config import WorkerConfig
 from workers.hardware import differing, software_versions, thread_fault
 from workers.metrics import PoolMeters, run_name
 from workers.outcomes import Outcome, UnitAccounts, result_of, unit_kind
-from workers.placement import Shard, choose, shard_of
+from workers.placement import Shard, choose_unit, shard_of
 from workers.pool_health import START, Deaths, Failures, Pause, Shortage, failure_key, others_hold_most, worker_name
 from workers.tensor_transfer import attach_handles
 
@@ -364,7 +364,7 @@ class RayPool(UnitAccounts):
                 assigned = False
                 for member in sorted(live, key=lambda member: member.unit_count(beside)):
                     room = member.unit_count(beside) < DEPTH
-                    index = choose(self.waiting, member, live, beside) if room else None
+                    index = choose_unit(self.waiting, member, live, beside) if room else None
                     if index is not None:
                         self._assign(member, live, index)
                         assigned = True

@@ -27,7 +27,7 @@ from pipeline.kernels.attention import deterministic_attention
 from pipeline.kernels.refinement import Trained, Training, held_out_samples, step_samples, train_, training_steps
 from pipeline.methods.method import Moment, Solution, Statistics, Task
 from pipeline.methods.moments import OUTPUT_GRADIENT
-from pipeline.rounding.schemes import unpacked
+from pipeline.rounding.schemes import unpacked_weights
 from pipeline.units.units import Refine, SolvedGroup
 from stores.activations import ActivationStore
 from stores.headers import DTYPES
@@ -111,7 +111,7 @@ class RefineRunner:
         config = copy.copy(self.layers.config)
         forms = unit.staged.as_json()["forms"]
         config.forms = [forms if index == unit.layer else {} for index in range(config.num_hidden_layers)]
-        tensors = unpacked(read_staged(self.setup.run_dir, unit.staged), unit.staged.rounded)
+        tensors = unpacked_weights(read_staged(self.setup.run_dir, unit.staged), unit.staged.rounded)
         placed = {
             name.removeprefix(geometry.prefix): tensor.to(dtype) if tensor.is_floating_point() else tensor
             for name, tensor in tensors.items()

@@ -174,7 +174,7 @@ class _PassSums:
 
 
 def _norms(moment: Moment, values_SF: Tensor) -> Tensor:
-    """Return the squared norms (G,) of a sample's sums. Those of a diagonal moment, which nothing shrinks, are 0."""
+    """Return the squared norms (G,) of a sample's sums: zeros for a diagonal moment, which is never shrunk."""
     if moment.diagonal:
         return torch.zeros(moment.groups, dtype=torch.float64, device=values_SF.device)
     with summing(values_SF.dtype, values_SF.device):

@@ -86,7 +86,7 @@ class LocalTransfer(TensorTransfer):
         return in_memory(tensor)
 
 
-def pack(tensors: Mapping[str, Tensor]) -> Packed:
+def pack_tensors(tensors: Mapping[str, Tensor]) -> Packed:
     """Convert tensors to numpy arrays, which Ray shares without copying; bfloat16 becomes int16."""
     packed: Packed = {}
     hosts = {name: _on_host(tensor.detach()) for name, tensor in tensors.items()}
@@ -106,7 +106,7 @@ def _on_host(tensor: Tensor) -> Tensor:
     return pinned.copy_(tensor, non_blocking=True)
 
 
-def unpack(packed: Packed) -> dict[str, Tensor]:
+def unpack_tensors(packed: Packed) -> dict[str, Tensor]:
     """Return the tensors of `pack`. They may share read-only memory, so callers must not write to them."""
     with warnings.catch_warnings():
         # Ray's arrays are read-only, which torch cannot express.

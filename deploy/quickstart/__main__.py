@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from deploy.quickstart.model import Recipe, make_model
+from deploy.quickstart.model import ModelRecipe, make_model
 
 MANIFEST = Path("manifests/quickstart.yaml")
 FOLDER = Path("runs/quickstart")
@@ -26,7 +26,7 @@ PROMPT = "Anna had four cups. She gave"
 
 
 @dataclass(frozen=True)
-class Row:
+class ModelRow:
     """A model in the table."""
 
     name: str
@@ -45,7 +45,7 @@ def main() -> int:
         print(f"quickstart: {MANIFEST} does not exist here; run this in the root of the repository", file=sys.stderr)
         return 2
     model = FOLDER / "model"
-    recipe = Recipe()
+    recipe = ModelRecipe()
     if not model.is_dir():
         print(f"Training a small model into {model}: {recipe.num_steps} steps, about a minute on two cores", flush=True)
         started = time.monotonic()
@@ -54,7 +54,7 @@ def main() -> int:
     if model_only:
         return 0
     try:
-        rows: list[Row] = []
+        rows: list[ModelRow] = []
         for keep in KEEPS:
             output = FOLDER / f"keep{round(100 * keep)}"
             perplexities = _compress(keep, output, with_dense=not rows)
@@ -81,9 +81,9 @@ def _compress(keep: float, output: Path, with_dense: bool) -> dict[str, float]:
     return {name: float(score["perplexity"]) for name, score in summary["evaluation"].items()}
 
 
-def _row(name: str, model: Path, perplexity: float) -> Row:
+def _row(name: str, model: Path, perplexity: float) -> ModelRow:
     num_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    return Row(name, perplexity, num_bytes, continue_prompt(model))
+    return ModelRow(name, perplexity, num_bytes, continue_prompt(model))
 
 
 def continue_prompt(directory: Path) -> str:
@@ -96,7 +96,7 @@ def continue_prompt(directory: Path) -> str:
     return str(tokenizer.decode(tokens_BS[0], skip_special_tokens=True)).splitlines()[0]
 
 
-def table_of(rows: list[Row]) -> Table:
+def table_of(rows: list[ModelRow]) -> Table:
     """Return the table; ratios are to the bytes of the first row."""
     table = Table(title="The same model at four sizes", show_lines=True)
     for heading in ("", "perplexity", "stored bytes", "ratio"):

@@ -25,7 +25,7 @@ NUM_PARTS = 2  # of a batch, each computed by a thread; fixed, so that the same 
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ModelRecipe:
     """The settings that decide the weights.
 
     About 115,000 parameters. Deep and narrow, so that compression changes the loss: unused weights would hide it.
@@ -48,7 +48,7 @@ class Recipe:
     seed: int = 0
 
 
-def make_model(directory: Path, recipe: Recipe, say: Callable[[str], None] = print) -> None:
+def make_model(directory: Path, recipe: ModelRecipe, say: Callable[[str], None] = print) -> None:
     """Write `directory`/model, calibration.txt and evaluation.txt, with stories that the model was not trained on.
 
     `model` is renamed to its name last, so that its presence means that everything is complete.
@@ -60,7 +60,7 @@ def make_model(directory: Path, recipe: Recipe, say: Callable[[str], None] = pri
     tokenizer = train_tokenizer(text[:300_000], recipe.vocab_size)
     tokens_T = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
     model = build_model(recipe)
-    train(model, tokens_T, recipe, say)
+    train_model(model, tokens_T, recipe, say)
     unfinished = directory / "model.unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)
     model.save_pretrained(unfinished, max_shard_size=recipe.shard_size)
@@ -82,7 +82,7 @@ def train_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=EOS)
 
 
-def build_model(recipe: Recipe) -> LlamaForCausalLM:
+def build_model(recipe: ModelRecipe) -> LlamaForCausalLM:
     """Build a Llama with grouped heads and untied embeddings, with random weights by the recipe's seed."""
     torch.manual_seed(recipe.seed)
     config = LlamaConfig(
@@ -101,7 +101,9 @@ def build_model(recipe: Recipe) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def train(model: LlamaForCausalLM, tokens_T: torch.Tensor, recipe: Recipe, say: Callable[[str], None]) -> float:
+def train_model(
+    model: LlamaForCausalLM, tokens_T: torch.Tensor, recipe: ModelRecipe, say: Callable[[str], None]
+) -> float:
     """Train in place on random windows of `tokens_T`. Return the last loss, in nats per token.
 
     Each thread computes the gradients of one part of the batch. Products of this size are too small to share.
@@ -125,7 +127,7 @@ def train(model: LlamaForCausalLM, tokens_T: torch.Tensor, recipe: Recipe, say: 
     return loss
 
 
-def _draw_windows(tokens_T: torch.Tensor, recipe: Recipe, generator: torch.Generator) -> torch.Tensor:
+def _draw_windows(tokens_T: torch.Tensor, recipe: ModelRecipe, generator: torch.Generator) -> torch.Tensor:
     """Draw windows (B, S + 1). Every second one begins with <s>, as a prompt does, the others amid the text."""
     length = recipe.window_tokens + 1
     starts_B = torch.randint(len(tokens_T) - length, (recipe.batch_windows,), generator=generator)

@@ -69,7 +69,7 @@ class _Counts(_Section):
     cache_bytes_per_token: _Pair
 
 
-class _Layer(_Section):
+class _LayerSection(_Section):
     groups: dict[str, GroupReport]
     forms: dict[str, FormSpec]
 
@@ -92,7 +92,7 @@ class _CompressionRecord(_Section):
     source: _Source
     manifest: _Manifest
     counts: _Counts
-    layers: list[_Layer]
+    layers: list[_LayerSection]
     compared: ComparedFigures | None = None
     shards: dict[FileName, _File]
     files: dict[FilePath, _File]

@@ -73,7 +73,7 @@ def stored_sizes(
     """
     prefix = f"{layers_path}."
     counted = [
-        (name, decoded.get(name, stored_numbers(dtype, shape, itemsize)), math.prod(shape) * DTYPES[dtype].itemsize)
+        (name, decoded.get(name, numbers_of_tensor(dtype, shape, itemsize)), math.prod(shape) * DTYPES[dtype].itemsize)
         for name, dtype, shape in tensors
     ]
     return {
@@ -128,7 +128,7 @@ def stored_tensors(inputs: Inputs, journal: Journal) -> tuple[dict[str, Any], li
     return tensors, [layer["forms"] for layer in layers]
 
 
-def stored_numbers(dtype: str, shape: Sequence[int], itemsize: int) -> int:
+def numbers_of_tensor(dtype: str, shape: Sequence[int], itemsize: int) -> int:
     """Count the numbers of a tensor. Integers are counted as their bytes in numbers of the checkpoint's dtype."""
     size = int(math.prod(shape))
     return size if DTYPES[dtype].is_floating_point else math.ceil(size * DTYPES[dtype].itemsize / itemsize)

@@ -146,7 +146,7 @@ def planned_refusals(config: Mapping[str, Any], stays_stored: bool = False) -> d
 
 
 def _lost(inputs: Inputs) -> dict[str, str]:
-    """Map engines to what they do not keep of the output."""
+    """Map engines to the parts of the output that they do not keep."""
     quantize, mlps = inputs.manifest.quantize, _mlp_roles(inputs)
     bits = {*quantize.choices} - FAST_BITS if quantize else set()
     lost: dict[Engine, list[str]] = {"vllm": [], "llama.cpp": []}

@@ -1,9 +1,9 @@
 """Codes of experts in a checkpoint of the source's own class, as transformers reads them.
 
-transformers 5.23 holds the experts of a layer in one tensor. It decodes the codes of each while it loads them, by the
-scheme of the one group whose target is a pattern that says `experts`, or of the first group (`get_experts_scheme`). It
-loses experts without codes in a checkpoint that has codes, and reads no NF4 weights of experts. `code_faults` also
-knows dense models that cannot have codes.
+transformers 5.23 holds the experts of a layer in one tensor, and decodes the codes of each expert while it loads them.
+It takes the scheme of the group whose target is a pattern that contains `experts`, or of the first group
+(`get_experts_scheme`). In a checkpoint that has codes, it loses experts without codes. It reads no NF4 weights of
+experts. `code_faults` also reports dense models that cannot have codes.
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ def try_destination(folder: Storage) -> None:
 
 @contextmanager
 def all_or_nothing(place: Storage) -> Iterator[None]:
-    """If the block raises, delete what it wrote to an empty place, and the folders that it created."""
+    """If the block raises, delete all files that it wrote to an empty place, and the folders that it created."""
     folders = [] if place.folder is None else [Path(place.folder), *Path(place.folder).parents]
     missing = [folder for folder in folders if not folder.exists()]
     try:

@@ -19,7 +19,7 @@ BLOCK = 32
 Kind = Literal["Q8_0", "Q4_0", "IQ4_NL"]
 KINDS: dict[tuple[LevelKind, int], Kind] = {("uniform", 8): "Q8_0", ("uniform", 4): "Q4_0", ("iq4_nl", 4): "IQ4_NL"}
 BYTES: dict[Kind, int] = {"Q8_0": 2 + BLOCK, "Q4_0": 2 + BLOCK // 2, "IQ4_NL": 2 + BLOCK // 2}
-ROUNDING = 2.0**-11  # of a row's largest scale: by so much a scale may change in float16
+ROUNDING = 2.0**-11  # the most that a scale may change in float16, as a share of its row's largest scale
 
 
 def block_kind(scheme: Scheme, columns: int, scales_OS: Tensor, levels_n: Tensor | None = None) -> Kind | None:

@@ -2,8 +2,8 @@
 
 Matrices of 8 and 4 bits that are not factored keep their codes, as Q8_0 and Q4_0, or as IQ4_NL with its levels.
 Mixtures of experts, whose codes are multiplied out, are in `gguf_mixtures`. The architecture of dense models is `llama`
-if all MLPs have one width, else `deci`, whose sizes are lists by layer. Both rotate neighbours (2i, 2i + 1), while our
-families rotate halves (i, i + d/2), so the rows of q and k are reordered, as are their biases, if the model has some.
+if all MLPs have one width, else `deci`, whose sizes are lists by layer. Both rotate neighbours (2i, 2i + 1), and our
+families rotate halves (i, i + d/2). Therefore the rows of q and k, and their biases, are reordered.
 The package gguf is an extra: `pip install 'CHECKOUT[gguf]'`.
 
 Legend: D hidden, n heads, d head_dim.

@@ -14,7 +14,7 @@ from lamina.factored_lamina import stored_state
 from manifests.errors import InputError
 from manifests.quantize import OUTER_ROLES, Quantize
 from manifests.records import FormSpec, Scheme
-from pipeline.checkpoint.counting import claimed_tensors, stored_numbers
+from pipeline.checkpoint.counting import claimed_tensors, numbers_of_tensor
 from pipeline.cost_model.bounds import Size
 from pipeline.cost_model.estimate import Plan, make_plan
 from pipeline.inputs.job_inputs import Inputs
@@ -53,7 +53,7 @@ def planned_size(inputs: Inputs) -> Size | None:
         return None
     itemsize, tensors = inputs.dtype.itemsize, inputs.source.tensors.items()
     copied = [record for name, record in tensors if name not in claimed]
-    sizes = [Size(stored_numbers(each.dtype, each.shape, itemsize), _num_bytes(each)) for each in copied]
+    sizes = [Size(numbers_of_tensor(each.dtype, each.shape, itemsize), _num_bytes(each)) for each in copied]
     sizes += _claimed_sizes(inputs, known)
     return Size(sum(size.numbers for size in sizes), sum(size.num_bytes for size in sizes))
 
@@ -131,7 +131,7 @@ def _task_sizes(inputs: Inputs, task: Task, forms: dict[str, FormSpec], state: M
         parts = packed.get(key, {key: tuple(tensor.shape)})
         dtypes = {name: packed_dtype(name) for name in parts if key in packed and not name.endswith((SCALE, LEVELS))}
         num_bytes = (math.prod(shape) * dtypes.get(name, DTYPES[dtype]).itemsize for name, shape in parts.items())
-        yield Size(stored_numbers(dtype, tensor.shape, inputs.dtype.itemsize), sum(num_bytes))
+        yield Size(numbers_of_tensor(dtype, tensor.shape, inputs.dtype.itemsize), sum(num_bytes))
 
 
 def _packed(solution: Solution, quantize: Quantize) -> dict[str, dict[str, tuple[int, ...]]]:

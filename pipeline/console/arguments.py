@@ -18,12 +18,11 @@ from manifests.loading import load_manifest, parse_block
 from manifests.schema import Manifest
 from manifests.strict_yaml import read_yaml
 from manifests.sweep import Sweep, SweepPoint, load_sweep
-from pipeline.console.calling import as_called
 from pipeline.console.exit_status import ending_of
 from pipeline.console.paths import resolve_paths
 from pipeline.console.pipes import flushed, until_reader_leaves
+from pipeline.console.printing import as_called, say
 from pipeline.console.supervision import tell
-from pipeline.console.wrapping import say
 
 CONNECT_TIMEOUT_S = 30.0
 TEXT_FILES = ".txt, .jsonl, .json or .parquet files, all but the last also as .gz or .zst"

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from manifests import VERSION
-from pipeline.console.calling import SCRIPT
 from pipeline.console.pipes import flushed, until_reader_leaves
+from pipeline.console.printing import SCRIPT
 
 INDENT = 4
 

@@ -52,8 +52,8 @@ def _is_pace(pair: object) -> bool:
 class Eta:
     """The phases of a job with planned seconds, corrected by the measured seconds of finished phases.
 
-    A machine that takes ten times as long as planned for a pass is expected to take ten times as long for later passes,
-    and also for other kinds of work until one of these is measured, in this run or in an earlier run of the job.
+    If a pass takes ten times as long as planned, later passes are expected to take ten times as long. So is each other
+    kind of work, until this run or an earlier run of the job has measured it.
     """
 
     def __init__(

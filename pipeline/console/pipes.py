@@ -1,4 +1,4 @@
-"""The end of a command whose output goes into a pipe, such as to `head`, that nobody reads any more."""
+"""Ends a command quietly when the reader of its output has left, as `head` does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ READER_LEFT = 128 + signal.SIGPIPE  # as shells report it of other programs
 def until_reader_leaves(body: Callable[[], int]) -> int:
     """Return the exit code of a body that prints: `READER_LEFT` if the reader of its pipe has left.
 
-    The rest of the output is discarded. Otherwise Python would print it at its end, and report that it cannot.
+    Discards the rest of the output. Python would try to print it when it exits, and report an error.
     """
     try:
         return body()

@@ -13,10 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from manifests.entries import GroupReport
-from pipeline.console.calling import as_called
 from pipeline.console.eta import Eta, Paces
 from pipeline.console.expert_groups import extent, named, split_experts
-from pipeline.console.wrapping import wrapped
+from pipeline.console.printing import as_called, wrapped
 from pipeline.units.curves import Predict
 from pipeline.units.scores import WindowForward
 from pipeline.units.units import Backward, Forward, Measure, Pair, ShardDone, Solve, SolveSizes, Unit

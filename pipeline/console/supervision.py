@@ -132,7 +132,7 @@ def _report(status: int, facts: Mapping[str, Any], stopped_by: str | None) -> in
     code = os.waitstatus_to_exitcode(status)
     if code == Interrupted.exit_code or (facts.get("leaves") and code in EXIT_CODES):
         return code
-    from pipeline.console.wrapping import say
+    from pipeline.console.printing import say
 
     ending = ending_of_process(code, stopped_by)
     try:

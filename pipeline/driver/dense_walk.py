@@ -108,8 +108,8 @@ class DenseWalk:
     # -- the pass ----------------------------------------------------------------------------------------------------
 
     def _enter_pass(self, layer: int, result: LayerPass, moments: tuple[Moment, ...], store: bool) -> None:
-        """Enter the pass of all shards through a layer, if it commits hidden states or keeps no moments. Otherwise
-        `_enter_stored` does."""
+        """Enter the pass of all shards through a layer, if it commits hidden states or keeps no moments. Kept moments
+        are entered by `_enter_stored`."""
         if moments:
             self.collecting.append((layer, result))
         keep = self.job.keep_statistics and bool(moments)

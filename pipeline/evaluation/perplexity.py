@@ -120,7 +120,7 @@ def _score(
         windows = Windows.even(num_windows, setup.shards, name, setup.micro_batch, prefix=prefix)
         observer.stage("start")
         with worker_pool(setup, workers, scoring.stop, observer.say, scoring.in_process) as pool:
-            parts = layer_parts(config, workers.experts)
+            parts = parts_of_layers(config, workers.experts)
             scored = Scheduler(pool, observer).run(_score_windows(windows, parts, observer))
     return perplexity_figures(scored, tokens)
 
@@ -170,7 +170,7 @@ def sweep_scratch(run_dir: Storage) -> None:
             run_dir.delete_folder(folder)
 
 
-def layer_parts(config: Mapping[str, Any], held: int) -> list[Sequence[int | None]]:
+def parts_of_layers(config: Mapping[str, Any], held: int) -> list[Sequence[int | None]]:
     """Return the parts of each layer, as `expert_parts`. `held`: the experts that a worker holds at a time."""
     layers = LayersConfig(**config)
     mixtures = map(layers.layer_mixture, range(layers.num_hidden_layers))

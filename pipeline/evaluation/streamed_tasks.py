@@ -20,7 +20,7 @@ from pipeline.console.paths import prepare_folder
 from pipeline.driver.ledger_keys import answers_key
 from pipeline.driver.scheduler import Scheduler
 from pipeline.driver.scoring import Scorer
-from pipeline.evaluation.perplexity import SCRATCH_PREFIX, Scoring, layer_parts, open_checkpoint, worker_setup
+from pipeline.evaluation.perplexity import SCRATCH_PREFIX, Scoring, open_checkpoint, parts_of_layers, worker_setup
 from pipeline.evaluation.questions import Answered, Question, in_order, packed, windows_of
 from pipeline.evaluation.task_scores import AskedTasks, Scores, load_tasks, run_tasks
 from pipeline.families.foreign import sequence_limit
@@ -139,7 +139,7 @@ class _CheckpointPasses:
             dtype = str(setup.dtype).removeprefix("torch.")
             model = self.kept.model if self.kept else ""
             batch = batch_tokens(setup.use_gpu)
-            digest = digest_of(numbers, model, dtype, shards, batch)
+            digest = questions_digest(numbers, model, dtype, shards, batch)
             passed = Questions.of_shards(shards, dtype, batch, digest)
             ledger = Ledger(open_storage(place).below(LEDGER))
             entered = ledger.get(answers_key(name))
@@ -147,7 +147,7 @@ class _CheckpointPasses:
                 tokens = sum(len(window.ids) for window in windows)
                 self.scoring.observer.say(
                     f"{name}: {len(questions):,} questions in {len(windows):,} windows, {tokens:,} tokens through "
-                    f"{len(layer_parts(self.config, 1))} layers"
+                    f"{len(parts_of_layers(self.config, 1))} layers"
                 )
                 answered = in_order(self._passed(name, passed, setup, ledger), len(questions))
                 logs, greedy = zip(*answered, strict=True)
@@ -166,7 +166,7 @@ class _CheckpointPasses:
             yield directory
 
     def _passed(self, name: str, questions: Questions, setup: Any, ledger: Ledger) -> list[Answers]:
-        scoring, parts = self.scoring, layer_parts(self.config, self.scoring.workers.experts)
+        scoring, parts = self.scoring, parts_of_layers(self.config, self.scoring.workers.experts)
         cleaner = _Cleaner(ActivationStore(open_storage(setup.run_dir).below(ACTIVATIONS)))
         every = self.kept.every if self.kept else NEVER
         scoring.observer.stage("start")
@@ -212,7 +212,7 @@ def can_branch(config: Mapping[str, Any], held: int) -> bool:
     """Return True if continuations of a context can share its window: each layer has attention of this project's own
     class, and its experts are held at once. `held`: the experts that a worker holds at a time."""
     layers = LayersConfig(**config)
-    whole = all(list(parts) == [None] for parts in layer_parts(config, held))
+    whole = all(list(parts) == [None] for parts in parts_of_layers(config, held))
     return whole and not layers.foreign and {*layers.layer_types} <= {"full_attention", "sliding_attention"}
 
 
@@ -221,7 +221,7 @@ def batch_tokens(use_gpu: bool) -> int:
     return GPU_TOKENS if use_gpu else CPU_TOKENS
 
 
-def digest_of(numbers: torch.Tensor, *parts: Any) -> str:
+def questions_digest(numbers: torch.Tensor, *parts: Any) -> str:
     """Return a digest of the numbers of questions, and of further parts."""
     content = hashlib.sha256(numbers.numpy().tobytes()).hexdigest()
     return hashlib.sha256(json.dumps([content, parts], default=str).encode()).hexdigest()

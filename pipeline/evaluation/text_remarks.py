@@ -51,14 +51,14 @@ def text_remark(calibration: str, evaluation: str, losses: tuple[float, float]) 
 
 
 def text_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Return the lines about what was read of the texts and left out, and the remark on them, of a job or sweep."""
+    """Return the lines about the read and skipped parts of the texts of a job or sweep, and the remark on the texts."""
     remark = (summary.get("texts") or {}).get("remark")
     return [*read_lines(summary), *([remark] if remark else [])]
 
 
 def read_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Return a line for each text that was read, and for what was left out of each file or dataset. Summaries of
-    earlier versions have numbers of rows without text alone."""
+    """Return a line for each text that was read, and one for the skipped parts of each file or dataset. Summaries of
+    earlier versions have only the numbers of rows without text."""
     if "texts_read" not in summary:
         skipped = summary.get("skipped_rows") or {}
         readings = [Reading(origin, refused=count) for origin, count in skipped.items()]

@@ -52,7 +52,7 @@ UNREAD_FIELDS: Mapping[str, str] = {  # they change logits in no family
 }
 
 
-def check_fields(standard: Mapping[str, Any]) -> None:
+def check_config_fields(standard: Mapping[str, Any]) -> None:
     """Check the values of a standard config. Raises InputError with every fault."""
     if faults := value_faults(standard):
         raise InputError("config.json:\n  " + "\n  ".join(faults))

@@ -29,7 +29,7 @@ DIFFERENCES = {
 }
 
 
-def latent_faults(standard: Mapping[str, Any]) -> tuple[str, ...]:
+def latent_class_faults(standard: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the properties of a model that DeepSeek's class with latent attention and dense MLPs cannot express."""
     return tuple(dict.fromkeys(_faults(standard))) or tuple(_name_faults(standard["block"]))
 
@@ -90,8 +90,8 @@ def _rope_faults(rope: Mapping[str, Any] | None, head_dim: int) -> Iterator[str]
 
 
 def rope_frequencies(standard: Mapping[str, Any]) -> tuple[float, ...]:
-    """Return the angle per position of each pair of a head's dimensions; empty if there are `latent_faults`."""
-    if latent_faults(standard):
+    """Return the angle per position of each pair of a head's dimensions; empty if there are `latent_class_faults`."""
+    if latent_class_faults(standard):
         return ()
     rope, width = standard["rope_parameters"], standard["head_dim"]
     plain = (rope["rope_theta"] ** (-2 * pair / width) for pair in range(width // 2))

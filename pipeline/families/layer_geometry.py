@@ -63,7 +63,7 @@ class LayerGeometry:
             the format.
         outer: role -> module path and shape of matrices outside of the layers: `embed` belongs to the first layer,
             `head` to the last. They are included only on request.
-        frequencies: the angle per position of each pair of a head's dimensions; empty if there are `latent_faults`.
+        frequencies: the angle per position of each pair of a head's dimensions; empty with `latent_class_faults`.
         parallel: attention and MLP both read the layer's inputs.
     """
 

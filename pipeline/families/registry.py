@@ -35,14 +35,14 @@ from pipeline.families.blocks import Copied, MLPBlock, dense_blocks, mixture_blo
 from pipeline.families.config_fields import (
     COPIED_FIELDS,
     RENAMED_FIELDS,
-    check_fields,
+    check_config_fields,
     kept_fields,
     own_name,
     refuse_other_values,
 )
 from pipeline.families.family import Family
 from pipeline.families.geometry import Geometry
-from pipeline.families.latent import latent_faults, rope_frequencies
+from pipeline.families.latent import latent_class_faults, rope_frequencies
 from pipeline.families.layer_geometry import LayerGeometry, norms_of
 from pipeline.families.mixture import ROUTING_FIELDS
 from pipeline.families.rotation import rope_parameters
@@ -91,7 +91,7 @@ def standard_config(config: Mapping[str, Any]) -> dict[str, Any]:
         standard["layer_sizes"] = sizes
     for name in ("sliding_window", "layer_types"):
         standard[name] = getattr(source, name, None) if name in family.windows else None
-    check_fields(standard)
+    check_config_fields(standard)
     standard["rope_parameters"] = rope_parameters(family, source, standard["head_dim"])
     if family.foreign is not None:
         standard["layer_types"] = family.foreign.layer_types(standard) or standard["layer_types"]
@@ -155,7 +155,7 @@ def geometry_of(
         outer=tuple(outer),
         outer_bits=tuple((name, own) for name, _ in outer if (own := stored_bits.get(name, bits)) != bits),
         outer_bytes=tuple((name, *stored_bytes[name]) for name, _ in outer if name in stored_bytes),
-        latent_faults=latent_faults(standard),
+        latent_faults=latent_class_faults(standard),
     )
 
 

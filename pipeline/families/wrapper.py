@@ -50,7 +50,7 @@ def wrapper_fault(config: Mapping[str, Any]) -> str:
     return f"; multimodal models (its text_config is of {text.get('model_type')!r}): {supported}"
 
 
-def whole_config(config: Mapping[str, Any]) -> PreTrainedConfig:
+def wrapper_config(config: Mapping[str, Any]) -> PreTrainedConfig:
     """Return the config that transformers builds from a wrapper's config.json. Raises InputError."""
     fields = copy.deepcopy({name: value for name, value in config.items() if name != "model_type"})
     try:
@@ -64,7 +64,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
     The wrapper's own field determines whether embeddings are tied. Raises InputError for an unsupported decoder.
     """
-    whole, kind = whole_config(config), config["model_type"]
+    whole, kind = wrapper_config(config), config["model_type"]
     text: dict[str, Any] = whole.get_text_config().to_dict()
     if text["model_type"] not in WRAPPERS[kind]:
         raise InputError(

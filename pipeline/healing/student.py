@@ -1,8 +1,8 @@
 """The compressed model while it is trained: loaded by transformers as a user loads it, with float32 weights.
 
-Of several processes, each holds a part of every decoder layer's weights, cut by FSDP2; a layer is whole only while it
-computes. Embeddings, the final norm and the head do not train, and are whole in every process. If a GPU does not hold
-its process's part, FSDP keeps the part in host memory, and brings a layer at a time to the GPU, also for one process.
+With several processes, FSDP2 gives each a part of every decoder layer's weights; a layer is whole only while it
+computes. Embeddings, the final norm and the head do not train, and are whole in every process. If a process's part is
+too large for its GPU, FSDP keeps it in host memory, and brings one layer at a time to the GPU, also for one process.
 
 Legend: B windows, S tokens of a window, T tokens, D hidden, V vocabulary.
 """

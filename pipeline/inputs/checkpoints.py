@@ -12,7 +12,7 @@ from lamina.factored_lamina import stored_state
 from lamina.stored_lamina import FIELD as STORED_FORMATS
 from lamina.stored_lamina import stored_modules
 from manifests.errors import InputError
-from pipeline.families.config_fields import check_fields
+from pipeline.families.config_fields import check_config_fields
 from pipeline.families.registry import geometry_of
 from pipeline.inputs.job_inputs import STORED_NAMES
 from pipeline.inputs.source_dtypes import FIELD as SOURCE_DTYPES
@@ -34,7 +34,7 @@ def read_checkpoint(model: str, code: bool = False) -> tuple[SourceCheckpoint, M
     missing = [name for name in ("block", "forms", "num_hidden_layers", "dtype") if name not in config]
     if missing:
         raise InputError(f"{model}/config.json: lacks {', '.join(missing)}; it is not a Lamina checkpoint")
-    check_fields(config)
+    check_config_fields(config)
     try:
         source = source.with_weights(stored_modules(config.get(STORED_FORMATS) or ()))
     except ValueError as error:

@@ -23,8 +23,14 @@ from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import foreign_attention_fault
 from pipeline.families.registry import geometry_of
 from pipeline.inputs.fitting import fit_remarks, resolve_fit
-from pipeline.inputs.manifest_tasks import check_manifest_tasks
 from pipeline.inputs.sources import describe_dense
+from pipeline.inputs.task_names import (
+    CHAT_FIELD,
+    TASKS_FIELD,
+    check_chat_template,
+    check_reader_of_rounded,
+    check_tasks,
+)
 from pipeline.inputs.unread_tensors import unread_remarks
 from pipeline.kernels.checks import all_finite
 from pipeline.methods.base import Method
@@ -37,6 +43,7 @@ from pipeline.methods.registry import (
     config_fields,
 )
 from pipeline.rounding.tasks import rounded_tasks, rounding_remarks
+from stores.corpus import load_tokenizer
 from stores.headers import DTYPES
 from stores.model_files import companions
 from stores.run_directory import FOLDERS
@@ -51,7 +58,7 @@ MEASURED_FROM = 12  # layers; with fewer, measured layers gain little
 STORED_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in STORED_DTYPES}
 
 
-@dataclass(frozen=True, eq=False)  # hashed by identity, so that what is computed of a job's inputs can be kept
+@dataclass(frozen=True, eq=False)  # hashed by identity, so that results computed from a job's inputs can be cached
 class Inputs:
     """The inputs of a job, checked as far as headers and configs allow.
 
@@ -193,7 +200,7 @@ def check_inputs(manifest: Manifest, source: SourceCheckpoint, config: Mapping[s
     _check_formats(source, config, methods)
     if inputs.needs_calibration and manifest.calibration is None:
         raise InputError("calibration: missing; the methods of this manifest need statistics or importance on a text")
-    check_manifest_tasks(manifest, source)
+    _check_tasks_of(manifest, source)
     _check_sequence(manifest, config)
     _check_places(manifest, source)
     companions(source.storage, manifest.model.trust_remote_code)  # refuses links out of the model's folder
@@ -383,3 +390,15 @@ def _check_places(manifest: Manifest, source: SourceCheckpoint) -> None:
         raise InputError(
             f"output: {output} is in {holding[0]}, where run_dir {run_dir} keeps its own files; give another"
         )
+
+
+def _check_tasks_of(manifest: Manifest, source: SourceCheckpoint) -> None:
+    """Raise InputError if the tasks of the evaluation are not known, or cannot be scored as the manifest asks."""
+    tasks, whole = manifest.evaluation.tasks, manifest.evaluation.whole_model
+    check_tasks(tasks, TASKS_FIELD, (manifest.output, manifest.model.source) if whole else None)
+    rounded = manifest.quantize is not None and "uniform" in manifest.quantize.kinds_of_levels
+    if tasks and whole and rounded:
+        check_reader_of_rounded(TASKS_FIELD)
+    if tasks and manifest.evaluation.chat_template:
+        tokenizer = load_tokenizer(source.storage, manifest.model.trust_remote_code)
+        check_chat_template(tokenizer, CHAT_FIELD, manifest.model.source)

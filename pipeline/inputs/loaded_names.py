@@ -27,7 +27,7 @@ from transformers.core_model_loading import (
 from manifests.errors import InputError
 from manifests.parts import Fused, Shape, names_of, stacked
 from pipeline.families.registry import transformers_config
-from pipeline.families.wrapper import architecture, is_wrapper, whole_config
+from pipeline.families.wrapper import architecture, is_wrapper, wrapper_config
 
 MERGED = (MergeModulelist, 0)
 LAYOUTS = ([MERGED], [MERGED, (Concatenate, 1)], [(Concatenate, 0)])  # of parameters whose parts are byte ranges
@@ -88,7 +88,7 @@ class Loading:
 
 def built_on_meta(config: Mapping[str, Any]) -> Any:
     """Build transformers' own model of a source's config.json on the meta device. Raises InputError."""
-    whole = whole_config(config) if is_wrapper(config) else transformers_config(config)
+    whole = wrapper_config(config) if is_wrapper(config) else transformers_config(config)
     try:
         with torch.device("meta"):
             if is_wrapper(config):

@@ -15,7 +15,7 @@ from lamina.rotary_lamina import make_rotary
 from manifests.errors import InputError
 from pipeline.families.fused import fused_tensors
 from pipeline.families.registry import FAMILIES, family_names, geometry_of, is_known, standard_config
-from pipeline.families.wrapper import architecture, is_tower, is_wrapper, module_names, whole_config
+from pipeline.families.wrapper import architecture, is_tower, is_wrapper, module_names, wrapper_config
 from pipeline.inputs.loaded_names import Loading, foreign_prefix, loaded_names
 from pipeline.inputs.unknown import describe_unknown
 from pipeline.inputs.unread_tensors import refuse_unread
@@ -157,7 +157,7 @@ def check_towers(source: SourceCheckpoint, config: Mapping[str, Any]) -> None:
     transformers would fill missing ones at random. `config`: the source's config. The source's tensors have the names
     of modules. Raises InputError with all faults (up to 20).
     """
-    whole = whole_config(config)
+    whole = wrapper_config(config)
     whole.get_text_config().num_hidden_layers = 1  # layers are not compared
     with torch.device("meta"):
         model: Any = getattr(transformers, architecture(config["model_type"]))(whole)

@@ -11,21 +11,25 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from manifests.entries import HealedEntry
+from manifests.entries import KINDS, HealedEntry, LayerEntry
 from manifests.errors import CorruptError
 from manifests.heal import Heal
-from pipeline.driver.ledger_keys import COMPLETE, HEALED, HEALING, TEACHER, layer_key
+from manifests.records import E, LedgerKey
+from pipeline.driver.ledger_dependencies import kind_of
+from pipeline.driver.ledger_keys import COMPARED, COMPLETE, HEALED, HEALING, HELD_OUT_SCORE, TEACHER, layer_key
 from pipeline.inputs.calibration import tokens_digest
 from pipeline.inputs.healing_text import HealingTokens
 from pipeline.job.context import JobContext, healing_tokens
-from pipeline.job.healed_ledger import HealedLedger, forget_figures
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.held_out import score_held_out
 from pipeline.job.student_training import Healing, train_student
 from pipeline.job.teacher import WorkerStarter, digest_of, stored_teacher
 from pipeline.job.worker_session import job_workers, teacher_arrays
 from stores.checkpoint import verify_shard
+from stores.ledger import Ledger, LedgerView
 
+OWN = "after_healing"
+OWN_KINDS = (COMPARED, HELD_OUT_SCORE)
 TRIES = 3  # attempts at a training whose stored data is damaged
 
 
@@ -161,4 +165,31 @@ def _drop_training(job: JobContext, entered: HealedEntry) -> None:
         from pipeline.healing.checkpoints import sweep_states
 
         sweep_states(job.run_dir.storage, None)
-        job.ledger.retract(HEALING)  # last: it names what is to be dropped
+        job.ledger.retract(HEALING)  # last, because it names the data to be dropped
+
+
+class HealedLedger(LedgerView):
+    """A view of a job's ledger after its healing. Its layers are the healed ones. `OWN_KINDS`, the figures that compare
+    both models, are its own."""
+
+    def __init__(self, whole: Ledger, healed: HealedEntry) -> None:
+        super().__init__(whole, OWN, {kind: "" for kind in KINDS if kind not in OWN_KINDS})
+        self.healed = healed
+
+    def get(self, key: LedgerKey[E]) -> E | None:
+        entry: Any = super().get(key)
+        layer = key.rpartition("/")[2]
+        if isinstance(entry, LayerEntry) and (staged := self.healed.layers.get(str(int(layer)))):
+            entry = entry.model_copy(update={"staged": staged})
+        return entry  # type: ignore[no-any-return] # of the key's class
+
+    def keys(self, prefix: str = "") -> list[LedgerKey[Any]]:
+        """Return the committed keys that begin with `prefix`, ascending."""
+        job = [key for key in self.whole.keys(prefix) if kind_of(key) not in (OWN, *OWN_KINDS)]
+        return sorted([*job, *super().keys(prefix)])
+
+
+def forget_figures(ledger: Ledger) -> None:
+    """Retract the figures of an earlier healing."""
+    for key in ledger.keys(f"{OWN}/"):
+        ledger.retract(key)

@@ -23,7 +23,7 @@ from pipeline.driver.scoring import FIRST, Outputs, Scorer, Start, States, score
 from pipeline.evaluation.losses import damage_warnings, perplexity_of
 from pipeline.job.context import JobContext
 from pipeline.job.worker_session import JobWorkers
-from pipeline.ranks.calibration import blocks_of
+from pipeline.ranks.calibration import runs_of_layers
 from pipeline.reporting.summary import held_out_line
 from pipeline.units.scores import Scored, Windows
 
@@ -164,7 +164,7 @@ def _measured_starts(job: JobContext) -> set[int]:
     """Return the layers from which runs of layers will be measured, `budget.measure_layers`, except the first layer."""
     if not job.manifest.measures_layers or job.ledger.get(LOSS_RATIOS) is not None:
         return set()
-    return {block[0] for block in blocks_of(job.inputs.claimed_layers)} - {0}
+    return {block[0] for block in runs_of_layers(job.inputs.claimed_layers)} - {0}
 
 
 def _start(job: JobContext, first: int) -> Start:

@@ -1,7 +1,7 @@
 """The scores of OUTPUT in the manifest's evaluation: measured once, and entered in the ledger beside earlier ones.
 
-A score belongs to a checkpoint (by the seal of its compression record, the source by the digests of its files) and to
-token ids, not to the name of a text file: a changed text is another text.
+A score belongs to a checkpoint and to token ids, not to the name of a text file: a changed text is another text. The
+seal of its compression record identifies OUTPUT, and the digests of its files the source.
 """
 
 from __future__ import annotations

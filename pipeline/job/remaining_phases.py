@@ -34,7 +34,7 @@ from pipeline.driver.ledger_keys import (
 from pipeline.inputs.job_inputs import Inputs
 from pipeline.job.context import JobContext, driver_job, healing_tokens
 from pipeline.job.output_scores import dense_score_key
-from pipeline.ranks.calibration import OTHER_SIZES, blocks_of
+from pipeline.ranks.calibration import OTHER_SIZES, runs_of_layers
 
 TRIED = 4  # a search for the smallest size within a loss tries about this many sizes
 
@@ -126,7 +126,7 @@ class _Remaining:
             if scored and (number > 0 or ledger.get(HELD_OUT_SCORE) is None):
                 models = ("held-out-dense", "held-out")[has_dense or number > 0 :]
                 planned += [PlannedPhase(f"score {model}", of_model) for model in models]
-            blocks = blocks_of(self.job.inputs.claimed_layers) if measures and number == 0 else []
+            blocks = runs_of_layers(self.job.inputs.claimed_layers) if measures and number == 0 else []
             missing = [first for first, *_ in blocks if ledger.get(block_key(first)) is None]
             of_layer = of_model / self.passes.layers
             planned += [

@@ -26,7 +26,7 @@ from pipeline.job.text_amount import choose_samples
 from pipeline.job.texts import check_texts
 from pipeline.job.worker_session import Effort, JobWorkers, job_workers
 from pipeline.methods.method import Task
-from pipeline.ranks.calibration import blocks_of, loss_ratios, other_sizes
+from pipeline.ranks.calibration import loss_ratios, other_sizes, runs_of_layers
 from pipeline.ranks.search import WHOLE, least_size, next_size
 
 
@@ -113,7 +113,7 @@ def _measure_layers(job: JobContext, workers: JobWorkers) -> None:
     job.observer.say(f"{MEASURE_LAYERS}: first the layers are compressed to ranks that follow predicted losses")
     compress_and_score(replace(job, inputs=job.inputs.of_layers_alone()), workers, compared=False)
     predicted, ratios = predicted_by_task(job), dict[str, float]()
-    for block in blocks_of(job.inputs.claimed_layers):
+    for block in runs_of_layers(job.inputs.claimed_layers):
         tasks = [task for task in job.inputs.tasks if task.layer in block]
         losses = {task.key: predicted[task.key] for task in tasks}
         measured = _measured_block(job, workers, block, math.fsum(losses.values()))

@@ -126,15 +126,17 @@ def _student_folder(job: JobContext) -> Iterator[tuple[Storage, Mapping[str, Any
             copy_shard(folder, DENSE_HEAD, job.inputs.source, [WEIGHT], {WEIGHT: head})
         yield folder, compression
     finally:
-        with suppress(StorageError):  # the next start removes what is left
+        with suppress(StorageError):  # the next start removes the rest
             run_dir.delete_folder(name)
 
 
 def trained_tensors(job: JobContext, compression: Mapping[str, Any], settings: Heal) -> dict[str, torch.dtype]:
-    """Return the stored names of the tensors that are trained, with their dtypes: in compressed layers, the tensors
-    that a method wrote, norms and biases; packed codes if asked for. Routers stay, weights in the source's formats,
-    tables of levels that were not learned, because engines have theirs built in, and rounded embeddings and heads,
-    which are staged beside a layer."""
+    """Return the stored names of the tensors that are trained, with their dtypes.
+
+    In compressed layers, these are the tensors that a method wrote, norms and biases, and packed codes if the settings
+    ask for them. Not trained are routers, weights in the source's formats, and rounded embeddings and heads, which are
+    staged beside a layer. Tables of levels are trained only if they were learned: engines have the others built in.
+    """
     names = {}
     source = job.inputs.source.tensors.values()
     kept = {(part.name, part.dtype) for record in source if record.form is not None for part in record.stored}
@@ -268,7 +270,7 @@ class _Journal:
         before = self.last()
         self.job.ledger.commit(HEALING, entry)
         if before is not None and before.folder != entry.folder:  # the processes may write the next one already
-            with suppress(StorageError):  # the next start removes what is left
+            with suppress(StorageError):  # the next start removes the rest
                 self.job.run_dir.storage.delete_folder(before.folder)
 
 

@@ -63,8 +63,8 @@ class Effort:
 class StoreCleaner:
     """Drops arrays of a run directory in a thread of their own, except those in `always`.
 
-    The first call, and each call that retains nothing, also searches the store for arrays that no entry names, such as
-    those of a dead worker, unless others may be writing there.
+    The first call also searches the store for arrays that no entry names, such as those of a dead worker. So does each
+    call that retains nothing. They do not search if other workers may be writing there.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class Elimination(NamedTuple):
     jitter: float
 
 
-class Pruned(NamedTuple):
+class PrunedWeight(NamedTuple):
     """The kept `channels` (k,), the refitted `weight` W_down (D, k) and its relative squared output `error`."""
 
     channels: Tensor
@@ -66,7 +66,7 @@ def eliminate(moment_NN: Tensor, weight_down_DN: Tensor, count: int, block: int 
     return Elimination(state.run(), state.jitter)
 
 
-def prune(moment_NN: Tensor, weight_down_DN: Tensor, count: int, weighted_DN: Tensor | None = None) -> Pruned:
+def prune(moment_NN: Tensor, weight_down_DN: Tensor, count: int, weighted_DN: Tensor | None = None) -> PrunedWeight:
     """Eliminate channels and refit W_down at the same time: B is updated with each removal.
 
     The refit then costs D N for each removed channel, and the error is the sum over all removals. `weighted_DN`, W_down
@@ -78,11 +78,13 @@ def prune(moment_NN: Tensor, weight_down_DN: Tensor, count: int, weighted_DN: Te
     kept_k, jitter = complement(state.run(), len(moment_NN)), state.jitter
     if state.lost is None:
         refit_Dk, report, error = refit_with_error(weight_down_DN, moment_NN, kept_k)
-        return Pruned(kept_k, refit_Dk, error, jitter, report)
+        return PrunedWeight(kept_k, refit_Dk, error, jitter, report)
     whole = state.energy if weighted_DN is weight_down_DN else output_energy(weight_down_DN, moment_NN)
     error = 0.0 if state.lost <= 0.0 else state.lost / whole if whole > 0.0 else float("inf")
     report = RefitReport(jitter=0.0, condition=state.condition(kept_k), fallback=False, dropped=0)
-    return Pruned(kept_k, state.refit_Dn.index_select(1, state.last_k) / state.scale_N[kept_k], error, jitter, report)
+    return PrunedWeight(
+        kept_k, state.refit_Dn.index_select(1, state.last_k) / state.scale_N[kept_k], error, jitter, report
+    )
 
 
 class _Elimination:

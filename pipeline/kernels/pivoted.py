@@ -17,7 +17,7 @@ _DEPENDENT = 1e-10
 _LARGEST = 1.1
 
 
-class Pivoted(NamedTuple):
+class PivotedFactors(NamedTuple):
     """W (m, D) = rows at `indices` (r, ascending int64): `rows` (r, D); the others, in order: `coefficients` @ rows."""
 
     rows: Tensor
@@ -25,7 +25,7 @@ class Pivoted(NamedTuple):
     indices: Tensor
 
 
-def pivoted(first_rD: Tensor, second_mr: Tensor) -> Pivoted:
+def pivoted(first_rD: Tensor, second_mr: Tensor) -> PivotedFactors:
     """Return the pivoted form of second @ first, exact but for rounding, with coefficients of magnitude at most 1.1.
 
     Partial pivoting on an orthonormal basis of the column space of `second` picks rows. They are swapped while a
@@ -48,7 +48,7 @@ def pivoted(first_rD: Tensor, second_mr: Tensor) -> Pivoted:
     indices_r, order_r = torch.cat((picked_t, spare)).sort()
     is_pivot_m[spare] = True
     padded_mr = torch.cat((coefficients_mt, coefficients_mt.new_zeros(outputs, spare.numel())), dim=1)
-    return Pivoted(second_mr[indices_r] @ first_rD, padded_mr[~is_pivot_m][:, order_r].contiguous(), indices_r)
+    return PivotedFactors(second_mr[indices_r] @ first_rD, padded_mr[~is_pivot_m][:, order_r].contiguous(), indices_r)
 
 
 def pivoted_numbers(outputs: int, inputs: int, rank: int, bits: int) -> int:
@@ -57,7 +57,7 @@ def pivoted_numbers(outputs: int, inputs: int, rank: int, bits: int) -> int:
     return min(rank * inputs + (outputs - rank) * rank + indices, outputs * inputs)
 
 
-def expand(form: Pivoted) -> Tensor:
+def expand(form: PivotedFactors) -> Tensor:
     """Return W (m, D)."""
     outputs = form.indices.numel() + form.coefficients.shape[0]
     whole_mD = form.rows.new_empty(outputs, form.rows.shape[1])

@@ -26,17 +26,17 @@ def other_sizes(size: float) -> tuple[int, int]:
     return (far[0], far[1]) if len(far) == 2 else (max(far[0], MIDDLE), min(far[0], MIDDLE))
 
 
-def blocks_of(layers: Sequence[int]) -> list[Sequence[int]]:
+def runs_of_layers(layers: Sequence[int]) -> list[Sequence[int]]:
     """Cut the layers into `BLOCKS` runs of about as many, or into single ones."""
     ends = [round(len(layers) * part / BLOCKS) for part in range(BLOCKS + 1)]
     return [layers[begin:end] for begin, end in itertools.pairwise(ends) if begin < end]
 
 
 def loss_ratios(measured: float, predicted: Mapping[str, float], mlps: Collection[str]) -> dict[str, float]:
-    """Return task -> the factor that corrects its predicted loss, so that all tasks together lose what was measured.
+    """Return task -> the factor that corrects its predicted loss, so that the sum of all tasks is the measured loss.
 
-    The tasks of MLPs bear the difference, where there are any: predictions of attention hold. A factor is between 1 /
-    `MOST` and `MOST`.
+    If there are tasks of MLPs, they bear the difference, because predictions of attention are accurate. A factor is
+    between 1 / `MOST` and `MOST`.
     """
     bearing = [task for task in predicted if task in mlps] or [*predicted]
     rest = math.fsum(loss for task, loss in predicted.items() if task not in bearing)

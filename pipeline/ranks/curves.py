@@ -142,12 +142,12 @@ def choose(
     """Choose one point of each curve, with the least total loss within `limit`.
 
     If the limit leaves room for the dearest points of least loss, these are chosen: nothing is cut. If all curves
-    together lose a share c of their cost, those that are `guarded` lose at most c (1 + GUARD c), or one step more where
-    steps are coarse.
+    together lose a share c of their cost, the `guarded` ones lose at most c (1 + GUARD c), or one step more if steps
+    are coarse.
 
-    First, segments of all hulls are taken in the order of saved loss per cost, as long as they fit. Then, as long as
-    one fits, the step to the point that saves most is taken, on a hull or not. The result is deterministic: among equal
-    steps, the first key is taken. Raises ValueError if even the cheapest points cost more than the limit.
+    First, take segments of all hulls in the order of saved loss per cost, as long as they fit. Then, as long as a step
+    fits, take the step to the point that saves most, on a hull or not. The result is deterministic: among equal steps,
+    take that of the first key. Raises ValueError if even the cheapest points cost more than the limit.
     """
     hulls = {key: lower_hull(points, cost) for key, points in curves.items()}
     whole = {key: _dearest(points, hulls[key][-1].loss, cost) for key, points in curves.items()}

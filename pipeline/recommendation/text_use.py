@@ -61,7 +61,7 @@ def choose_text_use(
     vocab: int,
 ) -> tuple[TextUse, ReadText]:
     """Choose the use of a text by its tokens. `longest`: the model's longest sequence. `channels`: of its widest MLP.
-    `vocab`: rows of its embedding. Returns also the counts of what was read, up to a million tokens.
+    `vocab`: rows of its embedding. Also returns the counts of the text that was read, up to a million tokens.
 
     Chooses the greatest length, up to 2,048 tokens, at which the text has 64 samples, and enough samples for eight
     tokens per channel, or 256 if that is more. A fifth of the text, at most 65,536 tokens, is left for the evaluation.
@@ -103,7 +103,7 @@ def choose_text_use(
 
 
 def text_remarks(tokenizer: PreTrainedTokenizerBase, read: ReadText) -> list[str]:
-    """Return the lines about what is left out of a text, and a remark on text unlike what the model will read."""
+    """Return the lines about skipped parts of a text, and a remark on text that is unlike the model's later input."""
     documents = sum(each.documents for each in read.readings)
     conversations = sum(each.conversations for each in read.readings)
     if not tokenizer.chat_template or 2 * conversations >= documents:

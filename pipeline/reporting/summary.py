@@ -12,9 +12,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.console.calling import as_called
 from pipeline.console.expert_groups import EXPERTS, extent, named, split_experts
-from pipeline.console.wrapping import wrapped
+from pipeline.console.printing import as_called, wrapped
 from pipeline.evaluation.losses import all_warnings, score_extent, shown_perplexity, texts_line
 from pipeline.evaluation.task_scores import read_scores, shown_settings, task_lines
 from pipeline.evaluation.text_remarks import read_lines

@@ -35,7 +35,7 @@ def packed_tensors(
     return packed if levels_n is None else {**packed, path + LEVELS: levels_n}
 
 
-def unpacked(tensors: Mapping[str, Tensor], rounded: Mapping[str, Scheme]) -> dict[str, Tensor]:
+def unpacked_weights(tensors: Mapping[str, Tensor], rounded: Mapping[str, Scheme]) -> dict[str, Tensor]:
     """Return the tensors with `PATH.weight` in place of its packed tensors, in the dtype of the scales.
 
     `rounded`: module path -> scheme. Raises KeyError for packed tensors of a module without a scheme or for a missing

@@ -17,7 +17,7 @@ from manifests.quantize import Quantize, is_skipped
 from manifests.records import LevelKind, Scheme
 from pipeline.kernels.gptq import Feedback, Rounded, error_feedback, round_with_feedback, rounding_error
 from pipeline.kernels.packing import scaled
-from pipeline.kernels.pivoted import Pivoted, expand
+from pipeline.kernels.pivoted import PivotedFactors, expand
 from pipeline.kernels.two_sided import OutputFeedback, round_both_sides
 from pipeline.methods.method import Moment, Solution, Weights, stored_dtype
 from pipeline.rounding.outputs import feedback_of_outputs
@@ -230,7 +230,7 @@ def multiplied(solution: Solution, rounded: Mapping[str, Rounded]) -> dict[tuple
         path, _, part = matrix.key.rpartition(".pivoted.")
         if path and f"pivoted.{part}" == COEFFICIENTS:
             rows, indices = stored(f"{path}.{ROWS}"), solution.tensors[f"{path}.pivoted.indices"].to(torch.int64)
-            products[matrix.roles] = expand(Pivoted(rows, stored(matrix.key), indices))
+            products[matrix.roles] = expand(PivotedFactors(rows, stored(matrix.key), indices))
         elif matrix.behind is not None:
             products[matrix.roles] = stored(matrix.key) @ stored(matrix.behind)
         elif not path and not matrix.key.endswith(FIRST):

@@ -14,7 +14,7 @@ from manifests.entries import TaskScoreEntry
 from manifests.records import ArrayRecord, StagedLayer
 from pipeline.driver.scoring import Layers
 from pipeline.evaluation.questions import Answered, Question, in_order, packed, windows_of
-from pipeline.evaluation.streamed_tasks import batch_tokens, can_branch, digest_of
+from pipeline.evaluation.streamed_tasks import batch_tokens, can_branch, questions_digest
 from pipeline.evaluation.task_scores import Scores, asked_by, load_tasks, run_tasks
 from pipeline.families.foreign import sequence_limit
 from pipeline.families.latent_config import latent_form
@@ -66,7 +66,7 @@ class PointTasks:
         shards, numbers = packed(windows_of(questions, most, branching))
         dtype = str(torch.promote_types(job.inputs.dtype, torch.float32)).removeprefix("torch.")
         batch = batch_tokens(job.manifest.workers.gpus > 0)
-        digest = digest_of(numbers, shards, dtype, batch)
+        digest = questions_digest(numbers, shards, dtype, batch)
         if digest not in self.stored:
             self.stored[digest] = job.run_dir.activations.write_tokens(numbers)
             workers.always.append(self.stored[digest])

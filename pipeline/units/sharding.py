@@ -32,7 +32,7 @@ def expert_ranges(experts: int, size: int) -> tuple[range, ...]:
 
 
 def expert_parts(experts: int, size: int) -> tuple[int | None, ...]:
-    """Return the numbers of the parts in which a layer with so many experts is passed; None alone: as a whole."""
+    """Return the numbers of the parts of a pass through a layer with these experts; (None,) for an undivided pass."""
     count = len(expert_ranges(experts, size))
     return tuple(range(count)) if count > 1 else (None,)
 

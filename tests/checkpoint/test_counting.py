@@ -5,19 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from manifests.parts import stacked
-from pipeline.checkpoint.counting import decoded_numbers, stored_numbers, stored_sizes
+from pipeline.checkpoint.counting import decoded_numbers, numbers_of_tensor, stored_sizes
 from stores.weight_parts import cut
 from tests.stores.test_formats import Stored
 
 
 def test_numbers_of_any_float_count_once() -> None:
-    assert [stored_numbers(dtype, (3, 5), 2) for dtype in ("F32", "BF16", "F8_E4M3")] == [15, 15, 15]
+    assert [numbers_of_tensor(dtype, (3, 5), 2) for dtype in ("F32", "BF16", "F8_E4M3")] == [15, 15, 15]
 
 
 def test_integers_count_by_their_bytes() -> None:
-    assert stored_numbers("I32", (3, 5), 2) == 30
-    assert stored_numbers("U8", (3, 5), 2) == 8, "15 bytes begin eight numbers"
-    assert stored_numbers("I64", (), 4) == 2, "a scalar"
+    assert numbers_of_tensor("I32", (3, 5), 2) == 30
+    assert numbers_of_tensor("U8", (3, 5), 2) == 8, "15 bytes begin eight numbers"
+    assert numbers_of_tensor("I64", (), 4) == 2, "a scalar"
 
 
 def test_layers_are_told_apart_by_their_path() -> None:

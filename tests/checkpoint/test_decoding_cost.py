@@ -1,4 +1,4 @@
-"""What a step of decoding reads and multiplies, against the arithmetic written out here."""
+"""The reads and products of a step of decoding, against the arithmetic written out here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the card says of engines, for checkpoints of different forms, sizes and rounding."""
+"""The card's table of engines, for checkpoints of different forms, sizes and rounding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an export says of the checkpoint that it writes."""
+"""The messages of an export about the checkpoint that it writes."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def messages(tree: ast.AST) -> list[str]:
 
 @pytest.mark.slow
 def test_help_and_messages_spell_commands_in_one_way() -> None:
-    """`python -m pipeline.run`, which `pipeline.console.calling` replaces by `lamina run` where that was called."""
+    """`python -m pipeline.run`, which `pipeline.console.printing` replaces by `lamina run` where that was called."""
     wrong = {
         f"{path}: {text}"
         for folder in FOLDERS

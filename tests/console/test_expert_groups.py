@@ -1,4 +1,4 @@
-"""The experts of a layer, told as one."""
+"""The experts of a layer are shown as one group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person sees of a job: whole words at 80 columns, phases by their names."""
+"""The display of a job: whole words at 80 columns, phases by their names."""
 
 from __future__ import annotations
 

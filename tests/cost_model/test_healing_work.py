@@ -12,28 +12,19 @@ from typing import Any
 import pytest
 
 from manifests.heal import TrainingMemory, step_windows
-from manifests.schema import Manifest
 from pipeline.cost_model.healing_work import HealingWork, healing_work
 from pipeline.cost_model.rates import GPUS
 from pipeline.plan import main
-from tests.families.geometries import LLAMA_70B, llama
+from tests.families.geometries import LLAMA_70B, llama, manifest
 from workers import cluster
 
 GIB = 2**30
 
 
 def work(**fields: Any) -> HealingWork | None:
-    document = {
-        "version": 1,
-        "model": {"source": "-"},
-        "output": "-",
-        "run_dir": "-",
-        "methods": [{"method": "loss_aware"}],
-        "budget": {"keep": 0.8},
-        "calibration": {"text": {"files": ["-"]}, "samples": 256, "sequence_length": 4096},
-        **fields,
-    }
-    return healing_work(Manifest.model_validate(document), llama(**LLAMA_70B), 0.8, 2)
+    calibration = {"text": {"files": ["-"]}, "samples": 256, "sequence_length": 4096}
+    job = manifest({"method": "loss_aware"}, keep=0.8, calibration=calibration, **fields)
+    return healing_work(job, llama(**LLAMA_70B), 0.8, 2)
 
 
 def test_a_70b_model() -> None:

@@ -8,12 +8,12 @@ import pytest
 
 from manifests.engines import Engine
 from manifests.fit import DEVICES, Fit
-from manifests.loading import parse_manifest
 from manifests.quantize import Quantize
 from pipeline.cost_model.serving_memory import ENGINES, cached_tokens, serving_memory
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.registry import build_methods
 from tests import factories
+from tests.families.geometries import manifest
 
 CONFIG = standard_config(factories.make_config("llama", num_hidden_layers=2).to_dict())
 GEOMETRY = geometry_of(CONFIG, 16)
@@ -22,11 +22,7 @@ DENSE = 2 * 2 * 2 * 32  # bytes of a token: 16 bits, two layers, keys and values
 
 def cache(engine: Any, device: Any, entry: dict[str, Any] | None = None, bits: int = 16) -> float:
     """Return the cached bytes of a token."""
-    document = {
-        "version": 1, "model": {"source": "m"}, "output": "o", "run_dir": "r", "methods": [entry],
-        "calibration": {"text": {"files": ["t"]}},
-    }  # fmt: skip
-    methods = build_methods(parse_manifest(document)) if entry else ()
+    methods = build_methods(manifest(entry, calibration={"text": {"files": ["t"]}})) if entry else ()
     fit = Fit(memory=1, context=1000, sequences=3, engine=engine, device=device)
     return serving_memory(fit, CONFIG, geometry_of(CONFIG, bits), methods).cache_bytes / 3000
 

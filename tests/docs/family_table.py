@@ -8,11 +8,11 @@ from typing import Any
 from lamina import LayersConfig
 from lamina.vllm_lamina import vllm_lacks
 from manifests.errors import InputError
-from manifests.schema import Manifest
 from pipeline.checkpoint.targets import gguf_faults
 from pipeline.families.registry import FAMILIES, checkpoint_config, geometry_of, standard_config
 from pipeline.inputs.job_inputs import fit_methods
 from tests import factories
+from tests.families.geometries import manifest
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 BEGIN, END = "<!-- table -->\n", "<!-- end of the table -->\n"
@@ -75,12 +75,8 @@ def _methods(standard: dict[str, Any]) -> str:
 
 def _applies(standard: dict[str, Any], entry: dict[str, Any]) -> bool:
     budget = None if {"keep", "cache_keep"} & {*entry} else {"keep": 1.0}
-    document = {
-        "version": 1, "model": {"source": "model"}, "output": "out", "run_dir": "run", "methods": [entry],
-        "calibration": CALIBRATION, "budget": budget,
-    }  # fmt: skip
     try:
-        return bool(fit_methods(Manifest.model_validate(document), geometry_of(standard))[1])
+        return bool(fit_methods(manifest(entry, calibration=CALIBRATION, budget=budget), geometry_of(standard))[1])
     except InputError:
         return False
 

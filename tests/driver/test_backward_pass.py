@@ -1,4 +1,4 @@
-"""The driver's backward pass over a simulated cluster: order, what is kept and for how long, damage, solving again."""
+"""The driver's backward pass over a simulated cluster: order, lifetime of stored data, damage, solving again."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def with_samples(job: Job) -> Job:
 @pytest.mark.parametrize("samples", [False, True])
 @pytest.mark.parametrize("name", ["dense", "dense-every-2", "compressed", "gradient", "gradient-every-2"])
 def test_partial_sums_of_one_layer_at_a_time(name: str, samples: bool) -> None:
-    """What is summed of a layer is gone before the next one's is made: at size it is most of the memory."""
+    """The sums of a layer are released before those of the next are computed: in large models they fill the memory."""
     job = with_samples(JOBS[name]()) if samples else JOBS[name]()
     most = 0  # of one worker: a grid and a sum of each moment, however many shards; and what is of each shard
     for layer in range(job.num_layers):

@@ -1,4 +1,4 @@
-"""The driver's walk with corrections over a simulated cluster: what each part of a layer is solved behind."""
+"""The driver's walk with corrections over a simulated cluster: the inputs of each part of a layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.driver.simulation import JOBS, SimulatedPool, World, commits, make_co
 
 
 class Remembering(SimulatedPool):
-    """Keeps the records of what is written."""
+    """Keeps the records of written layers."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world)

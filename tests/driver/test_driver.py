@@ -1,4 +1,4 @@
-"""The driver over a simulated cluster: what is done, and in which order it becomes durable."""
+"""The driver over a simulated cluster: the units, and the order in which results become durable."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_importance_ranks_the_layers() -> None:
 @pytest.mark.parametrize("shards", [(0, 1, 2), (0, 2), (1,)])
 @pytest.mark.parametrize(("propagate", "group"), [("compressed", "mlp"), ("dense", "mlp"), ("dense", "free")])
 def test_importance_is_the_mean_over_its_shards(shards: tuple[int, ...], propagate: str, group: str) -> None:
-    """Whatever else is taken on the way; where nothing is, the others stay out."""
+    """With moments, all shards pass; without, only the shards of importance."""
     seen: list[dict[int, float]] = []
     tasks = make_tasks([0], [group])
     job = make_job(tasks, num_layers=1, shards=3, propagate=propagate, importance_shards=shards)

@@ -16,7 +16,7 @@ MOMENTS = (Moment("mlp.in"),)
 
 
 class ScriptedReductions:
-    """Notes what it is asked for; every coroutine ends at once."""
+    """Notes its calls; every coroutine ends at once."""
 
     def __init__(self, session: Any) -> None:
         self.events: list[Any] = session.events
@@ -46,7 +46,7 @@ def finish(coroutine: Generator[Any, Any, Any]) -> None:
 
 
 def events_of(workers: int, layers: int, *, stores: bool, moments: tuple[Moment, ...] = MOMENTS) -> list[Any]:
-    """What happens in a pass through some layers."""
+    """Return the events of a pass through some layers."""
     events: list[Any] = []
     cleaner = SimpleNamespace(retain_activations=lambda needed: events.append(("retain", needed)))
 

@@ -9,7 +9,7 @@ from pipeline.driver.ledger_dependencies import DEPENDENTS, dependents, fields_o
 
 
 class Retractions:
-    """A journal that notes what is retracted."""
+    """A journal that notes retracted keys."""
 
     def __init__(self) -> None:
         self.keys: list[str] = []

@@ -1,4 +1,4 @@
-"""Coroutines: what they yield, what they receive, and in which order."""
+"""Coroutines: the values that they yield and receive, and their order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scoring over a simulated cluster: where it goes on, what is kept and for how long, damage, other layers."""
+"""Scoring over a simulated cluster: resumption, the lifetime of stored data, damage, and other layers."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_forgotten_without_a_trace() -> None:
 
 
 def test_workers_forget_what_they_hold_of_other_models() -> None:
-    """Or one that takes a shard over would take another model's hidden states for this one's."""
+    """Without that, a worker that takes over a shard would use the hidden states of another model."""
     world, windows, layers = make_world()
     scorer = make_scorer(world, windows)
     for name in ("one", "two"):

@@ -1,4 +1,4 @@
-"""The stored moments of a job's layers: those of both passes, what is missing, and what an interruption has left."""
+"""The stored moments of a job's layers: those of both passes, missing ones, and leftovers of an interruption."""
 
 from __future__ import annotations
 

@@ -12,13 +12,14 @@ import pytest
 import ray
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 
-import manifests.heal
 import workers.cluster
 import workers.pool
 from manifests.schema import Workers
+from pipeline.console.eta import Eta, PlannedPhase
+from pipeline.console.progress import JobObserver
 from pipeline.healing.training import Trainer
 from tests import factories
-from tests.end_to_end.jobs import Job, without_ray
+from tests.end_to_end.jobs import Job, interrupting, take_small_steps, without_ray
 from tests.end_to_end.shared_ray import KeptPool
 from tests.end_to_end.sources import make_source
 from tests.processes import ON_ONE_RAY
@@ -143,8 +144,7 @@ def finished_once(tmp_path_factory: pytest.TempPathFactory, llama: Path, text: P
 @pytest.fixture
 def small_steps(inline: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a healing take many small steps, without Ray."""
-    monkeypatch.setattr(manifests.heal, "STEPS", 1)
-    monkeypatch.setattr(manifests.heal, "STEP_TOKENS", 96)
+    take_small_steps(monkeypatch)
 
 
 @pytest.fixture
@@ -153,19 +153,25 @@ def interrupted_training(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Abstra
 
     @contextmanager
     def interrupted() -> Iterator[None]:
-        step, steps = Trainer._step, list[int]()
-
-        def dying(self: Trainer) -> None:
-            steps.append(1)
-            if len(steps) == 6:
-                raise KeyboardInterrupt
-            step(self)
-
         with monkeypatch.context() as patch:
-            patch.setattr(Trainer, "_step", dying)
+            patch.setattr(*interrupting(Trainer, "_step", 6))
             yield
 
     return interrupted
+
+
+@pytest.fixture
+def expected(monkeypatch: pytest.MonkeyPatch) -> list[tuple[JobObserver, Eta, tuple[PlannedPhase, ...]]]:
+    """Return the growing list of estimates of the remaining time, with the phases that each began with."""
+    etas: list[tuple[JobObserver, Eta, tuple[PlannedPhase, ...]]] = []
+    expect = JobObserver.expect
+
+    def kept(self: JobObserver, eta: Eta) -> None:
+        etas.append((self, eta, eta.planned))
+        expect(self, eta)
+
+    monkeypatch.setattr(JobObserver, "expect", kept)
+    return etas
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Exports of checkpoints, and what other programs compute from them."""
+"""Exports of checkpoints, and the results of other programs on them."""
 
 from __future__ import annotations
 

@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
+import manifests.heal
 import pipeline.evaluate
 import pipeline.export
 import pipeline.heal
@@ -141,13 +143,72 @@ class Job:
         files = sorted((self.run_dir / "ledger").glob(f"{key.replace('/', '.')}.[0-9]*.json"))
         return json.loads(files[-1].read_text())["record"]
 
+    def scored(self, evaluation: dict[str, Any]) -> Ended:
+        """Run the same job, asked for other scores."""
+        return Job(self.root, self.source, self.text, {**self.changes, "evaluation": evaluation}).run()
+
 
 MakeJob = Callable[..., Job]  # the fixture `job`
+
+
+class Sweep:
+    """A sweep on the model of a job, in its folder. `changes` replace blocks of the document."""
+
+    def __init__(self, job: Job, points: list[dict[str, Any]], scored: Path | None = None, **changes: Any) -> None:
+        self.job = job
+        self.document = job.document()
+        del self.document["budget"], self.document["methods"]
+        self.document["calibration"]["propagate"] = "dense"
+        if scored is not None:
+            self.document["evaluation"] = {"perplexity": {"text": {"files": [str(scored)]}, "window": 24}}
+        self.document |= {"keep": [0.8, 0.6], "points": points, **changes}
+
+    def write(self) -> Path:
+        """Write the sweep's file, and return it."""
+        path = self.job.root / "sweep.yaml"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(self.document))
+        return path
+
+    def run(self, *options: str) -> Ended:
+        """Run `python -m pipeline.sweep SWEEP --json` in this process."""
+        return command("sweep", str(self.write()), "--json", *options)
+
+    def units(self) -> list[str]:
+        """Return the units of all runs."""
+        logs = sorted((self.job.run_dir / "logs").glob("*.units.jsonl"))
+        return [json.loads(line)["unit"] for path in logs for line in path.read_text().splitlines()]
+
+    def forwards(self) -> list[str]:
+        """Return the passes of shards of calibration text through the dense model, in all runs."""
+        return [unit for unit in self.units() if unit.startswith(("forward/", "backward/"))]
 
 
 def in_process(name: str) -> tuple[str, ...]:
     """Return `--in-process` for commands that have it."""
     return ("--in-process",) if name in ("run", "sweep", "evaluate", "heal") else ()
+
+
+def interrupting(owner: Any, name: str, calls: int, after: bool = False) -> tuple[Any, str, Callable[..., Any]]:
+    """Return arguments of `setattr` that interrupt the command at a call of a function, before or after it."""
+    real, done = getattr(owner, name), list[int]()
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        done.append(1)
+        if len(done) == calls and not after:
+            raise KeyboardInterrupt
+        result = real(*arguments, **options)
+        if len(done) == calls:
+            raise KeyboardInterrupt
+        return result
+
+    return owner, name, call
+
+
+def take_small_steps(patch: pytest.MonkeyPatch) -> None:
+    """Make a healing take a step for each three windows."""
+    patch.setattr(manifests.heal, "STEPS", 1)
+    patch.setattr(manifests.heal, "STEP_TOKENS", 96)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from pipeline.console.eta import Eta, PlannedPhase
 from pipeline.console.progress import JobObserver
 from pipeline.job import heartbeat
 from stores.ledger import Ledger
-from tests.end_to_end.jobs import Job
+from tests.end_to_end.jobs import MakeJob
 
 pytestmark = pytest.mark.usefixtures("inline")
 
@@ -36,22 +35,12 @@ JOBS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY)) for name in JOBS])
 def test_phases_come_as_they_are_planned(
-    name: str, job: Callable[..., Job], scored: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, job: MakeJob, scored: Path, expected: list[tuple[JobObserver, Eta, tuple[PlannedPhase, ...]]]
 ) -> None:
-    seen: list[Eta] = []
-    observers: list[JobObserver] = []
-    expect = JobObserver.expect
-
-    def kept(self: JobObserver, eta: Eta) -> None:
-        seen.append(eta)
-        observers.append(self)
-        expect(self, eta)
-
-    monkeypatch.setattr(JobObserver, "expect", kept)
     evaluation = {"perplexity": {"text": {"files": [str(scored)]}, "window": 16, "dense": True}}
     ended = job(**{**JOBS[name], "evaluation": evaluation}).run()
     assert ended.code == 0, ended.err
-    (eta,), (observer,) = seen, observers
+    ((observer, eta, _),) = expected
     assert eta.begun == len(eta.planned), eta.planned
     assert {ahead.phase for ahead in eta.planned} == set(observer.seconds) - ALONE
     assert all(ahead.seconds > 0 for ahead in eta.planned)
@@ -68,18 +57,15 @@ CUTS = {  # job -> the entry that an interruption prevents
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY)) for name in CUTS])
 def test_a_resumed_job_counts_what_is_left_alone(
-    name: str, job: Callable[..., Job], scored: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    job: MakeJob,
+    scored: Path,
+    expected: list[tuple[JobObserver, Eta, tuple[PlannedPhase, ...]]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each planned phase comes, none that is committed is planned, and the paces of the first run are known."""
-    etas: list[Eta] = []
-    plans: list[tuple[PlannedPhase, ...]] = []
     begun: list[str] = []
-    expect, begin, commit = JobObserver.expect, Eta.begin, Ledger.commit
-
-    def kept(self: JobObserver, eta: Eta) -> None:
-        etas.append(eta)
-        plans.append(eta.planned)
-        expect(self, eta)
+    begin, commit = Eta.begin, Ledger.commit
 
     def noted(self: Eta, phase: str, layers: int | None = None) -> None:
         begin(self, phase, layers)
@@ -91,7 +77,6 @@ def test_a_resumed_job_counts_what_is_left_alone(
             raise Interrupted("cut")
         commit(self, key, record)
 
-    monkeypatch.setattr(JobObserver, "expect", kept)
     monkeypatch.setattr(Eta, "begin", noted)
     monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.02)
     evaluation = {"perplexity": {"text": {"files": [str(scored)]}, "window": 16, "dense": True}}
@@ -102,10 +87,11 @@ def test_a_resumed_job_counts_what_is_left_alone(
     begun.clear()
     ended = made.run()
     assert ended.code == 0, ended.err
-    planned = etas[1].planned
-    assert PlannedPhase("statistics", 0.0).kind in etas[1].earlier
-    assert len(begun) == etas[1].begun == len(planned), (begun, planned)
+    (*_, before), (_, eta, left) = expected
+    planned = eta.planned
+    assert PlannedPhase("statistics", 0.0).kind in eta.earlier
+    assert len(begun) == eta.begun == len(planned), (begun, planned)
     assert all(ahead.seconds > 0 for ahead in planned)
     phase = planned[1].phase
-    before, left = (sum(ahead.seconds for ahead in one if ahead.phase == phase) for one in plans)
-    assert left < before, "layers that are committed are not counted"
+    first, second = (sum(ahead.seconds for ahead in one if ahead.phase == phase) for one in (before, left))
+    assert second < first, "layers that are committed are not counted"

@@ -338,7 +338,7 @@ def test_a_gguf_file_needs_a_folder_of_this_machine(
 def test_a_checkpoint_that_fails_leaves_nothing(
     there: bool, fault: BaseException, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither files nor folders that it made, after a layer was written."""
+    """An export that fails after a layer removes all its files and folders."""
     destination = tmp_path / "a" / "b" / "dense"
     if there:
         destination.mkdir(parents=True)

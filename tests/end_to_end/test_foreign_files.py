@@ -1,4 +1,4 @@
-"""Files of others in OUTPUT and RUN_DIR: refused by name and left as they are; what Lamina wrote is told from them."""
+"""Files of others in OUTPUT and RUN_DIR are refused by name and stay unchanged; Lamina recognises its own files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def reference(finished_once: Job) -> dict[str, str]:
 
 @pytest.fixture
 def finished(finished_once: Job) -> Iterator[Job]:
-    """A finished job; what a test does to it is undone."""
+    """Yield a finished job, and restore it after the test."""
     kept = finished_once.root.with_name(f"{finished_once.root.name}-kept")
     shutil.copytree(finished_once.root, kept)
     yield finished_once
@@ -84,7 +84,7 @@ def test_a_dense_model_in_output(options: list[str], made: Job, llama: Path) -> 
 
 
 def test_hidden_files_are_none_of_a_model(made: Job, reference: dict[str, str]) -> None:
-    """A mounted volume, a working copy of git: they stay, and are in nobody's way."""
+    """Hidden files, such as those of a mounted volume or of git, stay and do not prevent a job."""
     for name in (".git/HEAD", ".DS_Store", "lost+found/x"):
         (made.output / name).parent.mkdir(parents=True, exist_ok=True)
         (made.output / name).write_text("theirs")
@@ -112,7 +112,7 @@ def test_the_checkpoint_of_another_job(finished: Job, made: Job, reference: dict
 
 
 def test_a_finished_job_does_not_mind(finished: Job) -> None:
-    """Nothing is to be written; when something is, it does."""
+    """A finished job ignores foreign files until it must write something."""
     (finished.output / "eval.json").write_text("theirs")
     assert finished.run().json["already_finished"] is True
     (finished.output / "config.json").write_text("{}")
@@ -210,7 +210,7 @@ def test_without_hard_links(made: Job, reference: dict[str, str], monkeypatch: p
 
 
 def test_a_parent_that_is_not_writable(made: Job, reference: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mounted volume: OUTPUT can be written to, what it lies in cannot."""
+    """OUTPUT is writable, as a mounted volume is, and its parent is not."""
     volume = made.root / "volumes" / "volume"
     volume.mkdir(parents=True)
     if os.geteuid() == 0:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-import manifests.heal
 import pipeline.healing.checkpoints
 import pipeline.healing.student
 import pipeline.healing.training
@@ -24,11 +23,20 @@ from pipeline.healing.training import Trainer
 from stores.bucket import Bucket
 from stores.disk import Disk
 from tests import buckets
-from tests.end_to_end.jobs import Job, command, file_digests, load, read_tensors, without_ray
+from tests.end_to_end.jobs import (
+    Job,
+    MakeJob,
+    command,
+    file_digests,
+    interrupting,
+    load,
+    read_tensors,
+    take_small_steps,
+    without_ray,
+)
 from tests.end_to_end.sources import make_source
 from tests.failing_disk import flip
 
-MakeJob = Callable[..., Job]
 SETTINGS = ("--set", "heal.epochs=8", "--set", "heal.learning_rate=0.003")
 
 
@@ -38,8 +46,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, llama: Path, text: Path) 
     root = tmp_path_factory.mktemp("healed")
     made = Job(root / "job", llama, text).write()
     with without_ray(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manifests.heal, "STEPS", 1)
-        patch.setattr(manifests.heal, "STEP_TOKENS", 96)
+        take_small_steps(patch)
         assert made.run().json
         made.keep()
         assert command("heal", str(made.run_dir), "--json", *SETTINGS).json["healed"]
@@ -105,33 +112,17 @@ def test_another_healing_begins_with_the_solved_layers(healed_job: Job) -> None:
     assert file_digests(healed_job.output) == digests
 
 
-def _dying(owner: Any, name: str, calls: int, after: bool = False) -> tuple[Any, str, Callable[..., Any]]:
-    """Return arguments of `setattr` that end the command at a call of a function, before or after it."""
-    real, done = getattr(owner, name), list[int]()
-
-    def call(*arguments: Any, **options: Any) -> Any:
-        done.append(1)
-        if len(done) == calls and not after:
-            raise KeyboardInterrupt
-        result = real(*arguments, **options)
-        if len(done) == calls:
-            raise KeyboardInterrupt
-        return result
-
-    return owner, name, call
-
-
 @pytest.mark.usefixtures("small_steps")
 @pytest.mark.parametrize(
     ("dying", "said"),
     [
-        (lambda: _dying(Trainer, "_step", 8), "resuming after step 7 of 16"),
+        (lambda: interrupting(Trainer, "_step", 8), "resuming after step 7 of 16"),
         (
-            lambda: _dying(pipeline.healing.training_process, "save_state", 4, after=True),
+            lambda: interrupting(pipeline.healing.training_process, "save_state", 4, after=True),
             "resuming after step 3 of 16",
         ),
-        (lambda: _dying(pipeline.job.healing, "forget_figures", 1), "healed: 16 steps"),
-        (lambda: _dying(pipeline.job.healing, "score_held_out", 1), "healed: 16 steps"),
+        (lambda: interrupting(pipeline.job.healing, "forget_figures", 1), "healed: 16 steps"),
+        (lambda: interrupting(pipeline.job.healing, "score_held_out", 1), "healed: 16 steps"),
     ],
     ids=["in a step", "in a checkpoint", "before it is entered", "before it is assembled"],
 )
@@ -182,7 +173,7 @@ def test_a_healing_that_has_begun_keeps_its_rate(healed_job: Job, monkeypatch: p
     healed_job.put_back()
     monkeypatch.setattr(pipeline.job.student_training, "CHECKPOINT_S", 0.0)
     with monkeypatch.context() as patch:
-        patch.setattr(*_dying(Trainer, "_step", 3))
+        patch.setattr(*interrupting(Trainer, "_step", 3))
         begun = command("heal", str(healed_job.run_dir), "--set", "heal.epochs=2")
     assert begun.code == 75
     monkeypatch.setattr(pipeline.healing.training, "BASE_RATE", 1.0)
@@ -198,7 +189,7 @@ def test_damaged_rows_of_the_teacher_are_computed_again(healed_job: Job, monkeyp
     digests = file_digests(healed_job.output)
     healed_job.put_back()
     with monkeypatch.context() as patch:
-        patch.setattr(*_dying(Trainer, "_step", 1))
+        patch.setattr(*interrupting(Trainer, "_step", 1))
         assert command("heal", str(healed_job.run_dir), *SETTINGS).code == 75
     record = healed_job.ledger("teacher")["rows"][0]
     for chunk in (healed_job.run_dir / "activations.zarr" / record["path"]).rglob("c*"):

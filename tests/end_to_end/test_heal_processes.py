@@ -1,4 +1,4 @@
-"""Healing in several processes of Ray Train: equal to one process within rounding, and what a kill costs."""
+"""Healing in several processes of Ray Train equals one process within rounding, and survives kills."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import psutil
 import pytest
 import torch
 
-import manifests.heal
 import pipeline.healing.training
 import pipeline.healing.training_process
 import pipeline.job.healing
@@ -32,7 +31,16 @@ from tests import buckets, factories
 from tests.encoders import encode_model
 from tests.end_to_end.children import CONTEXT, Child, end_group, many_checkpoints, small_steps
 from tests.end_to_end.clusters import head_node, loopback, private_node
-from tests.end_to_end.jobs import Job, command, file_digests, read_tensors, without_ray
+from tests.end_to_end.jobs import (
+    Job,
+    Sweep,
+    command,
+    file_digests,
+    read_tensors,
+    take_small_steps,
+    weight_digests,
+    without_ray,
+)
 
 WAIT_S = 300.0
 SETTINGS = ("--set", "heal.epochs=8")
@@ -97,6 +105,14 @@ def wait_for_line(child: Child, line: str) -> None:
         assert child.process.is_alive(), child.said
         assert time.monotonic() < deadline, child.said
         time.sleep(0.05)
+
+
+def kill_in_training(child: Child) -> None:
+    """Kill a command and its processes after the sixth step of its healing."""
+    wait_for_line(child, "heal step 6 of 16")
+    child.kill()
+    end_group(child.pid)
+    assert child.process.exitcode == -signal.SIGKILL
 
 
 def training_processes(child: Child) -> list[psutil.Process]:
@@ -167,7 +183,7 @@ def test_two_processes_heal_as_one_does(
             assert process.exitcode == 0
         journal.enter(pickle.loads((tmp_path / "entry").read_bytes()))
 
-    small_steps_of(monkeypatch)
+    take_small_steps(monkeypatch)
     with without_ray():
         assert command("heal", str(solved.run_dir), *SETTINGS).code == 0
         one, figures = read_tensors(solved.output), solved.compression()["healed"]
@@ -186,7 +202,7 @@ def test_two_processes_heal_as_one_does(
 @pytest.mark.nightly
 @pytest.mark.ray
 def test_two_processes_of_ray_train_heal_as_one_does(solved: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    small_steps_of(monkeypatch)
+    take_small_steps(monkeypatch)
     with without_ray():
         assert command("heal", str(solved.run_dir), *SETTINGS).code == 0
     one, figures = read_tensors(solved.output), solved.compression()["healed"]
@@ -194,11 +210,6 @@ def test_two_processes_of_ray_train_heal_as_one_does(solved: Job, monkeypatch: p
     said = ended(heal(solved))
     assert "processes: 2" in said
     assert_close(solved, one, figures)
-
-
-def small_steps_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifests.heal, "STEPS", 1)
-    monkeypatch.setattr(manifests.heal, "STEP_TOKENS", 96)
 
 
 def assert_close(made: Job, one: dict[str, torch.Tensor], figures: dict[str, Any]) -> None:
@@ -230,10 +241,7 @@ def test_a_killed_process_costs_the_steps_since_the_last_checkpoint(solved: Job)
 @pytest.mark.ray
 def test_after_a_kill_another_number_of_processes_goes_on(solved: Job) -> None:
     child = heal(solved, prepare=many_checkpoints)
-    wait_for_line(child, "heal step 6 of 16")
-    child.kill()
-    end_group(child.pid)
-    assert child.process.exitcode == -signal.SIGKILL
+    kill_in_training(child)
     said = ended(heal(solved, processes=1))
     assert "processes: 1" in said
     assert "resuming after step" in said
@@ -276,41 +284,24 @@ def test_after_a_lost_node_the_processes_that_have_room_go_on(solved: Job) -> No
 @pytest.mark.ray
 def test_a_sweep_killed_in_a_training_goes_on(tmp_path: Path, text: Path) -> None:
     source = factories.make_model(tmp_path / "source", num_hidden_layers=2)
-    whole, killed = (Swept(Job(tmp_path / name, source, text, {"calibration.propagate": "dense"})) for name in "ab")
-    ended(whole.start(small_steps))
-    child = killed.start(many_checkpoints)
-    wait_for_line(child, "heal step 6 of 16")
-    child.kill()
-    end_group(child.pid)
-    assert child.process.exitcode == -signal.SIGKILL
+    point = {"methods": [{"method": "flat_llm"}], "save": "all"}
+    heal = {"epochs": 8, "learning_rate": 0.003}
+    whole, killed = (
+        Sweep(Job(tmp_path / name, source, text), [point], heal=heal, keep=[0.7], workers={"max": 2}) for name in "ab"
+    )
+
+    def started(sweep: Sweep, prepare: Callable[[], None]) -> Child:
+        return Child("sweep", [str(sweep.write())], sweep.job.root / "log", None, False, prepare)
+
+    ended(started(whole, small_steps))
+    child = started(killed, many_checkpoints)
+    kill_in_training(child)
     before = len(child.said)
-    said = ended(killed.start(many_checkpoints))[before:]
+    said = ended(started(killed, many_checkpoints))[before:]
     assert "resuming after step" in said
     assert "score teacher" not in said
-    assert killed.digests() == whole.digests()
-
-
-@dataclass
-class Swept:
-    """A sweep of one saved point that heals."""
-
-    job: Job
-
-    def start(self, prepare: Callable[[], None]) -> Child:
-        document = self.job.document()
-        del document["budget"], document["methods"]
-        point = {"methods": [{"method": "flat_llm"}], "save": "all"}
-        document |= {"heal": {"epochs": 8, "learning_rate": 0.003}, "keep": [0.7], "points": [point]}
-        document["workers"]["max"] = 2
-        path = self.job.root / "sweep.yaml"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(document))
-        return Child("sweep", [str(path)], self.job.root / "log", None, False, prepare)
-
-    def digests(self) -> dict[str, str]:
-        """Return the digests of the point's files, without its manifest, which names folders."""
-        found = file_digests(self.job.output / "flat_llm-0.7")
-        return {name: digest for name, digest in found.items() if name.endswith(".safetensors")}
+    one, other = (weight_digests(sweep.job.output / "flat_llm-0.7") for sweep in (whole, killed))
+    assert one == other
 
 
 @pytest.mark.nightly
@@ -324,10 +315,7 @@ def test_a_job_in_a_bucket_killed_in_a_training_goes_on(tmp_path: Path, text: Pa
     ended(Child("run", [str(local.manifest)], local.root / "log", None, False, small_steps))
     start = partial(Child, "run", [str(remote.write().manifest)], remote.root / "log", None, False, many_checkpoints)
     child = start()
-    wait_for_line(child, "heal step 6 of 16")
-    child.kill()
-    end_group(child.pid)
-    assert child.process.exitcode == -signal.SIGKILL
+    kill_in_training(child)
     said = ended(start())
     assert "resuming after step" in said
     assert buckets.digests(Bucket(f"{s3_bucket}/output")) == buckets.digests(Disk(local.output))

@@ -15,14 +15,13 @@ from typing import Any
 
 import pytest
 
-import manifests.heal
 import pipeline.job.student_training
 from manifests.errors import NumericsError
 from pipeline.healing.training import Trainer
 from stores.durable import is_hidden
 from stores.source import INDEX_FILE
 from tests.end_to_end.children import Child, Hook, many_checkpoints
-from tests.end_to_end.jobs import Ended, Job, command, file_digests, without_ray
+from tests.end_to_end.jobs import Ended, Job, command, file_digests, take_small_steps, without_ray
 from tests.failing_disk import Fault, failing
 
 SETTINGS = ("--set", "heal.epochs=8", "--set", "heal.learning_rate=0.003")
@@ -47,8 +46,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, shallow_llama: Path, text
 def healed(finished: Job) -> dict[str, str]:
     """Return the digests of the job's OUTPUT after its healing."""
     with without_ray(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manifests.heal, "STEPS", 1)
-        patch.setattr(manifests.heal, "STEP_TOKENS", 96)
+        take_small_steps(patch)
         assert heal(finished).code == 0
     shutil.copytree(finished.root, finished.root.with_name("after"))
     return file_digests(finished.output)

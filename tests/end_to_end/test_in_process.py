@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import workers.pools
-from tests.end_to_end.jobs import MakeJob, command
+from tests.end_to_end.jobs import MakeJob, Sweep, command
 from workers.in_process_pool import NAME, InProcessPool
 
 ALL_THREE = """
@@ -23,20 +23,11 @@ assert evaluate.main([output, "--text", text, "--window", "16", "--in-process"])
 assert sweep.main([plan, "--in-process"]) == 0
 assert not [name for name in sys.modules if name.partition(".")[0] == "ray"]
 """
-SWEEP = """
-version: 1
-model: {{source: {source}, accept_loss: true}}
-output: {root}/points
-run_dir: {root}/sweep
-calibration: {{text: {{files: [{text}]}}, samples: 4, sequence_length: 16, shards: 2}}
-keep: [0.7]
-points: [{{methods: [{{method: flat_llm}}]}}]
-"""
+POINTS: list[dict[str, Any]] = [{"methods": [{"method": "flat_llm"}]}]
 
 
-def test_ray_is_not_even_imported(job: MakeJob, llama: Path, text: Path, scored: Path, tmp_path: Path) -> None:
-    made, plan = job(), tmp_path / "sweep.yaml"
-    plan.write_text(SWEEP.format(source=llama, root=tmp_path, text=text))
+def test_ray_is_not_even_imported(job: MakeJob, scored: Path) -> None:
+    made, plan = job(), Sweep(job(), POINTS, keep=[0.7]).write()
     names = map(str, (made.manifest, plan, made.output, scored))
     ended = subprocess.run([sys.executable, "-c", ALL_THREE, *names], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
@@ -58,12 +49,10 @@ def test_options_that_need_ray_are_refused(options: tuple[str, ...], said: str, 
     assert not made.run_dir.exists()
 
 
-def test_evaluate_and_sweep_refuse_the_same(job: MakeJob, llama: Path, text: Path, tmp_path: Path) -> None:
+def test_evaluate_and_sweep_refuse_the_same(job: MakeJob, llama: Path, text: Path) -> None:
     ended = command("evaluate", str(llama), "--text", str(text), "--workers", "2", "--in-process")
     assert (ended.code, "--workers: 2: --in-process has one worker" in ended.err) == (2, True)
-    plan = tmp_path / "sweep.yaml"
-    plan.write_text(SWEEP.format(source=llama, root=tmp_path, text=text))
-    ended = command("sweep", str(plan), "--in-process", "--set", "workers.max=3")
+    ended = command("sweep", str(Sweep(job(), POINTS).write()), "--in-process", "--set", "workers.max=3")
     assert (ended.code, "workers.max: 3: --in-process has one worker" in ended.err) == (2, True)
 
 

@@ -1,4 +1,4 @@
-"""A job that is killed, stopped, damaged or changed: what is done stays done, and the bytes are those of one run."""
+"""A job that is killed, stopped, damaged or changed keeps its finished work, and ends with the bytes of one run."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_killed_at_every_commit(
 @pytest.mark.nightly
 @pytest.mark.parametrize("keep", [True, False])
 def test_killed_after_every_layer_that_a_pass_solves(keep: bool, job: MakeJob, tmp_path: Path) -> None:
-    """Its moments are stored meanwhile, or in memory alone: those of layers in hand are taken again."""
+    """Moments are stored meanwhile, or only in memory; then those of unfinished layers are computed again."""
     settings = {
         "calibration.propagate": "dense",
         "methods": [{**FLAT_LLM, "allocation": "uniform"}],
@@ -272,7 +272,7 @@ def test_the_raylet_dies(job: MakeJob, reference: dict[str, dict[str, str]]) -> 
     [(signal.SIGTERM, "dense/00001"), (signal.SIGINT, "activations/00001"), (signal.SIGTERM, "layer/00001")],
 )
 def test_signals(number: signal.Signals, key: str, job: MakeJob, reference: dict[str, dict[str, str]]) -> None:
-    """Exit code 75, what was being committed is committed, and the next run goes on from there."""
+    """The command ends with exit code 75 and finishes the current commit. The next run continues behind it."""
     made = job()
     pause = made.root / "pause"
     child = Child("run", [str(made.manifest)], made.root / "log", Hook("commit", match=key, pause=str(pause)))
@@ -328,7 +328,7 @@ def test_worker_dies(
 
 @pytest.fixture
 def finished(job: MakeJob, tmp_path: Path, llama: Path, text: Path, inline: None) -> Job:
-    """A finished job on copies of model and text."""
+    """Return a finished job on copies of model and text."""
     shutil.copytree(llama, tmp_path / "model")
     shutil.copy(text, tmp_path / "own.txt")
     made = job(tmp_path / "model", **{"calibration.text": {"files": [str(tmp_path / "own.txt")]}})

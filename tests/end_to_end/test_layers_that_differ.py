@@ -104,7 +104,7 @@ def test_a_job(name: str, job: MakeJob, unequal_model: tuple[Path, Any]) -> None
 def test_at_full_rank_the_logits_are_the_source_s(
     name: str, job: MakeJob, unequal_model: tuple[Path, Any], tmp_path: Path
 ) -> None:
-    """Also with a cache. What knows one size for all layers is not written, and the reason is named."""
+    """Also with a cache. Targets with one size for all layers are refused, with the reason."""
     directory, dense = unequal_model
     methods = [{**entry, "cache_keep" if name == "lorc" else "keep": 1.0} for entry in METHODS[name]]
     run = job(directory, methods=methods, budget=None)

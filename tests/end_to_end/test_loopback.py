@@ -1,4 +1,4 @@
-"""Ray on this machine: where it listens, and what it says of the hardware."""
+"""Ray on this machine: its addresses, its processes, and its hardware."""
 
 from __future__ import annotations
 

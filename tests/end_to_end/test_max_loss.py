@@ -1,4 +1,4 @@
-"""Sizes within a loss, sizes by measured layers, and what another size solves again."""
+"""Sizes within a loss, sizes by measured layers, and the work that another size repeats."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_full_rank_is_the_source(method: str, family: str, tmp_path: Path, job: 
     assert relative_error(logits_of(load(made.output), ids_BT), logits_of(load(source), ids_BT)) < 1e-5
 
 
-@pytest.mark.nightly  # `test_job_variants.py` has the like
+@pytest.mark.nightly
 @pytest.mark.usefixtures("shared_ray")
 def test_the_numbers_of_workers_and_of_experts_they_hold_change_no_byte(tmp_path: Path, job: MakeJob) -> None:
     source = make_source(tmp_path / "source", "qwen2_moe", layers=2)

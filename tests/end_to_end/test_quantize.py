@@ -15,7 +15,7 @@ from lamina import LaminaConfig, LaminaForCausalLM, checking_lamina
 from lamina.levels_lamina import TableEmbedding, TableLinear
 from pipeline.kernels.levels import normal_levels
 from pipeline.kernels.packing import scaled, unpack
-from pipeline.rounding.schemes import FIELD, TABLES, packed_modules, rounded_modules, unpacked
+from pipeline.rounding.schemes import FIELD, TABLES, packed_modules, rounded_modules, unpacked_weights
 from tests.end_to_end.jobs import (
     MakeJob,
     command,
@@ -376,7 +376,7 @@ def config_of(output: Path) -> dict[str, Any]:
 def plain_model(output: Path) -> Any:
     """The checkpoint's own class with unrounded weights, which are multiplied out here."""
     config, tensors = config_of(output), read_tensors(output)
-    weights = unpacked(tensors, rounded_modules(config, packed_modules(tensors)))
+    weights = unpacked_weights(tensors, rounded_modules(config, packed_modules(tensors)))
     fields = {name: value for name, value in config.items() if name not in (FIELD, TABLES)}
     model = LaminaForCausalLM(LaminaConfig(**fields))
     model.load_state_dict(weights, strict=True)

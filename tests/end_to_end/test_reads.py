@@ -1,4 +1,4 @@
-"""What is read from the source, and how often."""
+"""The bytes that a job reads from the source, beside its plan."""
 
 from __future__ import annotations
 

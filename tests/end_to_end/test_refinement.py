@@ -1,29 +1,44 @@
-"""Jobs with `refine`: killed at every commit, on several workers, by every method and family."""
+"""Gradients, corrections (`correct: output`) and training (`refine`): every method and family, and mixtures.
+
+Kills and workers: `test_schedules.py`.
+"""
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from pipeline.methods.loss_aware import mlp_solver
 from tests import factories
-from tests.end_to_end.children import Child, Hook, killed_again_and_again
-from tests.end_to_end.jobs import Job, MakeJob, command, file_digests, source_error
+from tests.end_to_end.jobs import (
+    MakeJob,
+    command,
+    load,
+    logits_of,
+    relative_error,
+    some_tokens,
+    source_error,
+)
 from tests.end_to_end.sources import FAMILIES, make_source
+from tests.end_to_end.test_methods import decodes_as_it_prefills
 from workers.refining import TrainedLayer
 
-LOSS_AWARE = {"method": "loss_aware", "refine": {"steps": 15}}
-REFINED: dict[str, Any] = {"methods": [LOSS_AWARE], "calibration.propagate": "dense", "budget.keep": 0.6}
-ROUNDED = {**REFINED, "calibration.samples": 40, "calibration.shards": 5, "quantize": {"bits": 4, "group": None}}
-APART, MIXED = (
-    {**ROUNDED, "methods": [{"method": "loss_aware", "refine": {"steps": 15, "inputs": inputs}}]}
-    for inputs in ("dense", "mixed")
-)
-LAYERS, MOST_RUNS = 2, 60
-SMALL = {"calibration.shards": 2, "calibration.samples": 40}
+LAYERS = 2  # of the fixture `llama`
+LOSS: dict[str, Any] = {"methods": [{"method": "loss_aware"}], "calibration.propagate": "dense"}
+CORRECTED: dict[str, Any] = {**LOSS, "methods": [{"method": "loss_aware", "correct": "output"}]}
+REFINED: dict[str, Any] = {
+    **LOSS,
+    "methods": [{"method": "loss_aware", "refine": {"steps": 15}}],
+    "budget.keep": 0.6,
+    "calibration.shards": 2,
+    "calibration.samples": 40,
+}
+SMALL = {"calibration.shards": 2, "calibration.samples": 8}
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "granitemoe", "gpt_oss", "nemotron_h", "kimi_linear")
 METHODS: dict[str, dict[str, Any]] = {
     "loss_aware": {"method": "loss_aware"},
     "flat_llm": {"method": "flat_llm"},
@@ -35,102 +50,101 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-KINDS = {"compressed": ROUNDED, "dense": APART, "mixed": MIXED}  # by the inputs on which layers are trained
+# -- gradients and corrections -----------------------------------------------------------------------------------------
 
 
-def kinds(*nightly: str) -> pytest.MarkDecorator:
-    """All kinds of inputs, some of them only at night."""
-    marks = {name: pytest.mark.nightly if name in nightly else () for name in KINDS}
-    each = [pytest.param(value, id=name, marks=marks[name]) for name, value in KINDS.items()]
-    return pytest.mark.parametrize("changes", each, indirect=True)
+@pytest.mark.parametrize("correct", ["none", "output"])
+@pytest.mark.sample(1)
+def test_the_channels_of_an_mlp_are_eliminated_once(
+    correct: str, job: MakeJob, inline: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For its curve; what solves and corrects it is told which of them stay."""
+    eliminated: list[int] = []
+    real = mlp_solver.eliminate
+
+    def counted(moment: Tensor, *others: Any) -> Any:
+        eliminated.append(len(moment))
+        return real(moment, *others)
+
+    monkeypatch.setattr(mlp_solver, "eliminate", counted)
+    made = job(**{**LOSS, "methods": [{"method": "loss_aware", "correct": correct}]}, **{"budget.keep": 0.5})
+    assert made.run().code == 0
+    layers = made.compression()["layers"]
+    assert any(layer["groups"]["mlp"]["ranks"]["width"] < eliminated[0] for layer in layers)
+    assert len(eliminated) == len(layers)
 
 
-@pytest.fixture(scope="module")
-def changes(request: pytest.FixtureRequest) -> dict[str, Any]:
-    changes: dict[str, Any] = request.param
-    return changes
-
-
-@pytest.fixture(scope="module")
-def reference(
-    tmp_path_factory: pytest.TempPathFactory, llama: Path, text: Path, changes: dict[str, Any]
-) -> dict[str, str]:
-    """The output of one run without an interruption."""
-    made = Job(tmp_path_factory.mktemp("clean"), llama, text, changes).write()
-    child = Child("run", [str(made.manifest)], made.root / "log")
-    assert child.end() == 0, child.said
-    assert len(list((made.run_dir / "staged").iterdir())) <= LAYERS, "drafts are left"
-    targets = (made.run_dir / "activations.zarr").glob("targets/*/*/*")
-    assert not [path for path in targets if path.is_dir()], "targets are left"
-    figures = [layer["refined"] for layer in made.compression()["layers"]]
-    assert all(layer["after"] <= layer["before"] for layer in figures)
-    assert any(layer["kept"] for layer in figures)
-    return file_digests(made.output)
-
-
-@kinds()
-@pytest.mark.nightly
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
-    ("every", "hook"),
+    ("family", "kind"),
+    [*((family, "model") for family in FAMILIES), *((family, "local") for family in ("qwen3", "opt", "gptj"))],
+)
+def test_every_family_by_gradients(family: str, kind: str, tmp_path: Path, job: MakeJob, inline: None) -> None:
+    """Near the source where almost everything is kept, by either kind of gradients."""
+    source = make_source(tmp_path / "source", family, layers=2)
+    made = job(source, **LOSS, **SMALL, **{"budget.keep": 0.97, "calibration.gradient": {"kind": kind, "samples": 5}})
+    ended = made.run()
+    assert "gradient layer 0 committed" in ended.err
+    assert 0 < source_error(made.output, source) < 1.0
+    assert ended.json["held_out"]["divergence"] < 0.5
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_corrected_is_the_source_at_full_size(
+    family: str, tmp_path: Path, job: MakeJob, inline: None
+) -> None:
+    source = make_source(tmp_path / "source", family, layers=2)
+    made = job(source, **{**CORRECTED, **SMALL, "budget.keep": 1.0})
+    assert made.run().code == 0
+    assert source_error(made.output, source) < 1e-5
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_corrected(family: str, tmp_path: Path, job: MakeJob, inline: None) -> None:
+    source = make_source(tmp_path / "source", family, layers=2)
+    made = job(source, **CORRECTED, **SMALL, **{"budget.keep": 0.6})
+    ended = made.run()
+    assert ended.code == 0
+    assert 0 < ended.json["held_out"]["divergence"] < 1.0
+    assert 0 < source_error(made.output, source) < 1.3
+
+
+@pytest.mark.sample(1)
+@pytest.mark.usefixtures("inline")
+@pytest.mark.parametrize("family", MIXTURES)
+def test_corrected_experts(family: str, tmp_path: Path, job: MakeJob) -> None:
+    """At full size they are the source's."""
+    source = make_source(tmp_path / "source", family, layers=2)
+    whole, cut = job(source, **CORRECTED, **{"budget.keep": 1.0}), job(source, **CORRECTED)
+    for made in (whole, cut):
+        made.run().json  # noqa: B018 - asserts the exit code
+    ids_BT = some_tokens(300)
+    dense_BTV, whole_BTV, cut_BTV = (logits_of(load(path), ids_BT) for path in (source, whole.output, cut.output))
+    # deepseek_v3: heads of 14 values read a latent of 12 numbers, so that a basis of 13 loses nothing but its damping.
+    assert relative_error(whole_BTV, dense_BTV) < (1e-4 if family == "deepseek_v3" else 1e-5)
+    assert 0 < relative_error(cut_BTV, dense_BTV) < 1.3
+    decodes_as_it_prefills(load(cut.output), source)
+
+
+@pytest.mark.usefixtures("inline")
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
     [
-        pytest.param(1, Hook("commit"), marks=pytest.mark.nightly),
-        (2, Hook("commit", after=True)),
+        ("mixtral", {"workers.experts": 4}, "layer 0 has 6, and a worker holds 4: set workers.experts: 6"),
+        ("llama4_text", {}, "`correct: output` does not support layer 1, whose router weighs the inputs"),
     ],
 )
-def test_killed_again_and_again_it_ends_the_same(
-    every: int, hook: Hook, job: MakeJob, changes: dict[str, Any], reference: dict[str, str]
+def test_what_has_no_corrections_is_refused(
+    family: str, changes: dict[str, Any], reason: str, tmp_path: Path, job: MakeJob
 ) -> None:
-    made = job(**changes, **{"resume.every": every})
-    runs = list(killed_again_and_again(made, hook, MOST_RUNS))
-    assert runs[-1] >= 3
-    assert file_digests(made.output) == reference
+    ended = job(make_source(tmp_path / "source", family, layers=2), **CORRECTED, **changes).run()
+    assert ended.code == 2
+    assert reason in " ".join(ended.err.split())
 
 
-def killed_in_training(made: Job, kills: int) -> dict[str, str]:
-    """The output after so many kills: half in the first layer in training, then half in the second."""
-    made.write()
-    for number in range(kills):
-        step = 1 + 5 * number % 7 + (15 if number == kills // 2 else 0)
-        child = Child("run", [str(made.manifest)], made.root / "log", Hook("step", step))
-        assert child.end() == -signal.SIGKILL, child.said
-    assert Child("run", [str(made.manifest)], made.root / "log").end() == 0
-    return file_digests(made.output)
-
-
-@kinds("dense", "mixed")
-def test_killed_in_training_it_ends_the_same(job: MakeJob, changes: dict[str, Any], reference: dict[str, str]) -> None:
-    assert killed_in_training(job(**changes), 3) == reference
-
-
-@kinds()
-@pytest.mark.nightly
-def test_killed_fifty_times_in_training_it_ends_the_same(
-    job: MakeJob, changes: dict[str, Any], reference: dict[str, str]
-) -> None:
-    assert killed_in_training(job(**changes), 50) == reference
-
-
-@kinds()
-@pytest.mark.nightly  # `test_job_variants.py` has two workers
-@pytest.mark.ray
-@pytest.mark.usefixtures("shared_ray")
-def test_bytes_on_three_workers(job: MakeJob, changes: dict[str, Any], reference: dict[str, str]) -> None:
-    made = job(**changes, **{"workers.max": 3})
-    assert made.run().code == 0
-    assert file_digests(made.output) == reference
-
-
-@kinds()
-@pytest.mark.nightly
-@pytest.mark.ray
-@pytest.mark.usefixtures("shared_ray")
-@pytest.mark.parametrize("workers", [1, 2, 5])
-def test_bytes_for_any_number_of_workers(
-    workers: int, job: MakeJob, changes: dict[str, Any], reference: dict[str, str]
-) -> None:
-    made = job(**changes, **{"workers.max": workers})
-    assert made.run().code == 0
-    assert file_digests(made.output) == reference
+# -- training ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("inputs", ["dense", "mixed"])
@@ -144,7 +158,7 @@ def test_a_correction_needs_the_layers_before(inputs: str, job: MakeJob) -> None
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_is_refined_and_verified(method: str, job: MakeJob, inline: None) -> None:
-    made = job(**{**REFINED, **SMALL, "methods": [{**METHODS[method], "refine": {"steps": 8}}], "budget.keep": 0.8})
+    made = job(**{**REFINED, "methods": [{**METHODS[method], "refine": {"steps": 8}}], "budget.keep": 0.8})
     assert made.run().code == 0
     figures = [layer["refined"] for layer in made.compression()["layers"]]
     assert any(layer["kept"] for layer in figures)
@@ -167,7 +181,7 @@ def test_errors_are_weighed_by_the_gradient_if_a_method_sums_it(
         return metrics[-1]
 
     monkeypatch.setattr(TrainedLayer, "_metric", kept)
-    made = job(**{**REFINED, **SMALL, "methods": [{"method": method, "refine": {"steps": 2}}]})
+    made = job(**{**REFINED, "methods": [{"method": method, "refine": {"steps": 2}}]})
     assert made.run().code == 0
     assert len(metrics) == weighed
     for metric_DD in metrics:
@@ -179,7 +193,7 @@ def test_errors_are_weighed_by_the_gradient_if_a_method_sums_it(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_changes_at_full_size(family: str, tmp_path: Path, job: MakeJob, inline: None) -> None:
     source = make_source(tmp_path / "source", family, layers=2)
-    made = job(source, **{**REFINED, **SMALL, "budget.keep": 1.0})
+    made = job(source, **{**REFINED, "budget.keep": 1.0})
     assert made.run().code == 0
     assert source_error(made.output, source) < 1e-5
 
@@ -193,7 +207,7 @@ def test_experts_are_refined(family: str, method: str, tmp_path: Path, job: Make
     """Some experts see no token of a step; routers stay."""
     source = make_source(tmp_path / "source", family, layers=2)
     entries = [{**METHODS[method], "refine": {"steps": 8, "learning_rate": 1e-3}}]
-    made = job(source, **{**REFINED, **SMALL, "methods": entries, "budget.keep": 0.8})
+    made = job(source, **{**REFINED, "methods": entries, "budget.keep": 0.8})
     assert made.run().code == 0
     figures = [layer["refined"] for layer in made.compression()["layers"]]
     assert any(layer["kept"] for layer in figures)
@@ -203,7 +217,7 @@ def test_experts_are_refined(family: str, method: str, tmp_path: Path, job: Make
 @pytest.mark.nightly
 def test_a_limit_of_the_loss_counts_refined_layers(tmp_path: Path, job: MakeJob, inline: None) -> None:
     source = make_source(tmp_path / "source", "llama", layers=1)
-    refined = {**REFINED, **SMALL, "methods": [{"method": "loss_aware", "refine": {"steps": 5}}]}
+    refined = {**REFINED, "methods": [{"method": "loss_aware", "refine": {"steps": 5}}]}
     budget = {"budget": {"max_loss": 0.01}}
     made = job(source, **{name: value for name, value in refined.items() if name != "budget.keep"}, **budget)
     summary = made.run().json
@@ -217,9 +231,9 @@ def test_only_entries_that_ask_are_trained(job: MakeJob, inline: None) -> None:
     """The attention's tensors are those of a job without refinement."""
     attention = {"method": "joint_rank_k", "mlp": "none"}
     entries = [attention, {"method": "magnitude", "refine": {"steps": 8}}]
-    made = job(**{**REFINED, **SMALL, "methods": entries})
+    made = job(**{**REFINED, "methods": entries})
     assert made.run().code == 0
-    plain = job(**{**REFINED, **SMALL, "methods": [attention, {"method": "magnitude"}]})
+    plain = job(**{**REFINED, "methods": [attention, {"method": "magnitude"}]})
     assert plain.run().code == 0
     ours, theirs = (each.compression()["tensors"] for each in (made, plain))
     changed = {name for name in ours if ours[name]["sha256"] != theirs[name]["sha256"]}

@@ -1,16 +1,13 @@
-"""Refusals before anything is computed: hostile files, places in use, machines that are too small."""
+"""Refusals: hostile checkpoints and entries, places in use, machines that are too small; nothing is undone by them."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -20,70 +17,12 @@ import workers.pools
 from manifests.errors import InputError, Interrupted, WorkerError
 from pipeline.checkpoint.compression_record import encode_json, sealed
 from stores.disk import Disk
-from stores.source import INDEX_FILE
-from tests.end_to_end.jobs import Job, MakeJob, command, edit_json, file_digests
+from tests.end_to_end.jobs import Job, MakeJob, Sweep, command, edit_json, file_digests
 from tools.soak.stored_cases import sign
 
 pytestmark = pytest.mark.usefixtures("inline")
 
 LAYERS = 3  # of the fixture `llama`
-
-
-def refused(job: Job, *words: str) -> None:
-    ended = job.run()
-    assert ended.code == 2, ended.err
-    assert [word for word in words if word not in ended.err] == [], ended.err
-    assert not (job.output / INDEX_FILE).exists()
-
-
-LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": "x", "long_factor": [1.0]}
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"rope_parameters": LONG_ROPE}, ["config.json: rope_parameters.short_factor: 'x'"]),
-        ({"tie_word_embeddings": "no"}, ["config.json", "tie_word_embeddings"]),
-        ({"hidden_act": ["silu"]}, ["config.json", "hidden_act"]),
-        ({"rms_norm_eps": float("nan")}, ["config.json", "NaN is not a JSON number"]),
-    ],
-)
-def test_config(fields: dict[str, Any], words: list[str], model: Path, job: MakeJob) -> None:
-    edit_json(model / "config.json", **fields)
-    refused(job(model), *words)
-
-
-def test_an_index_that_names_what_cannot_be_a_file(model: Path, job: MakeJob) -> None:
-    index = json.loads((model / INDEX_FILE).read_text())
-    index["weight_map"]["lm_head.weight"] = "x" * 300 + ".safetensors"
-    (model / INDEX_FILE).write_text(json.dumps(index))
-    refused(job(model), ".safetensors: missing, though the index names it")
-
-
-def test_a_config_without_end(model: Path, job: MakeJob) -> None:
-    (model / "config.json").unlink()
-    os.mkfifo(model / "config.json")
-    refused(job(model), "config.json: missing")
-    (model / "config.json").unlink()
-    with (model / "config.json").open("wb") as file:
-        file.truncate(2**40)
-    refused(job(model), "config.json", "bytes, more than")
-
-
-def test_a_tokenizer_that_fails_on_text(model: Path, job: MakeJob) -> None:
-    edit_json(model / "tokenizer_config.json", model_max_length="x")
-    refused(job(model), "tokenizer: fails on the text")
-
-
-def test_text(tmp_path: Path, job: MakeJob) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"text": "a"}\n{"text": "\\ud800"}\n')
-    refused(job(**{"calibration.text": {"files": [str(rows)]}}), "rows.jsonl, line 2", "surrogate")
-    table = tmp_path / "rows.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["word " * 9] * 900}), table, compression="snappy")
-    content = table.read_bytes()
-    table.write_bytes(content[:4] + bytes(60) + content[64:])
-    refused(job(**{"calibration.text": {"files": [str(table)]}}), "rows.parquet: not Parquet, or damaged")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +103,7 @@ LIES: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("lie", LIES)
 def test_an_entry_that_makes_no_sense_is_taken_back(lie: str, job: MakeJob) -> None:
-    """Though its digest is right; the job ends with the bytes it had."""
+    """Its digest is right, and it is retracted all the same. The job ends with the same bytes."""
     made = job()
     assert made.run().code == 0
     before = file_digests(made.output)
@@ -312,7 +251,7 @@ def test_a_refused_start_is_reported(job: MakeJob, monkeypatch: pytest.MonkeyPat
 def test_a_refused_start_undoes_nothing(
     options: tuple[str, ...], job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither of a job that was to start over, nor of one that was to be solved at another size."""
+    """A refused start keeps all work, also with `--fresh` or another size."""
     made = job(**{"calibration.propagate": "dense"})
     assert made.run().code == 0
     before, ledger = file_digests(made.output), sorted((made.run_dir / "ledger").iterdir())
@@ -329,13 +268,9 @@ def test_a_refused_start_undoes_nothing(
 
 
 def test_a_sweep_s_refused_start(job: MakeJob, scored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = job(**{"calibration.propagate": "dense"})
-    document = made.document()
-    del document["budget"], document["methods"]
-    evaluation = {"perplexity": {"text": {"files": [str(scored)]}, "window": 24}}
+    made = job()
     points = [{"methods": [{"method": "svd"}], "save": "all"}]
-    path = made.root / "sweep.yaml"
-    path.write_text(json.dumps({**document, "evaluation": evaluation, "keep": [0.8], "points": points}))
+    path = Sweep(made, points, scored, keep=[0.8]).write()
     with monkeypatch.context() as patch:
         refuse_to_connect(made, patch)
         assert command("sweep", str(path)).code == 2

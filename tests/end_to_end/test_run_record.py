@@ -1,4 +1,4 @@
-"""Every run ends with a record: what became of it, in RUN_DIR, in the log and in `status`."""
+"""Every run ends with a record of its outcome, in RUN_DIR, in the log and in `status`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_done(job: MakeJob) -> None:
 
 
 def test_failed(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not `stopped; run the same command again to resume`."""
+    """`status` shows a failure, and not an interruption."""
     from manifests.errors import NumericsError
 
     def fail(*_: Any) -> None:

@@ -12,18 +12,13 @@ from pipeline.evaluation.task_scores import AskedTasks
 from pipeline.inputs.calibration import seen_share
 from tests import factories
 from tests.end_to_end.children import Child, Hook
-from tests.end_to_end.jobs import Ended, Job, MakeJob, command, file_digests
+from tests.end_to_end.jobs import MakeJob, command, file_digests
 from tests.end_to_end.sources import make_source
 from tests.evaluation.tasks import needs_lm_eval, write_task
 
 
 def asked(*files: Path, window: int = 40, **fields: Any) -> dict[str, Any]:
     return {"perplexity": {"text": {"files": [str(file) for file in files]}, "window": window, **fields}}
-
-
-def again(made: Job, evaluation: dict[str, Any]) -> Ended:
-    """The same job, asked for other scores."""
-    return Job(made.root, made.source, made.text, {**made.changes, "evaluation": evaluation}).run()
 
 
 def evaluated(model: Path, text: Path, window: int = 40) -> float:
@@ -38,41 +33,41 @@ def test_a_finished_job_scores_what_is_missing_and_only_that(tmp_path: Path, job
     assert made.run().json["evaluation"] == {}
     before = file_digests(made.output)
 
-    first = again(made, asked(one))
+    first = made.scored(asked(one))
     assert first.json["already_finished"] is True
     assert first.json["scored_now"] is True
     assert first.json["evaluation"]["perplexity"]["perplexity"] == evaluated(made.output, one)
     assert "phase evaluate" in first.err
     assert "phase compress" not in first.err
 
-    repeated = again(made, asked(one))
+    repeated = made.scored(asked(one))
     assert repeated.json["evaluation"] == first.json["evaluation"]
     assert "scored_now" not in repeated.json
     assert "phase" not in repeated.err
 
-    second = again(made, asked(other))
+    second = made.scored(asked(other))
     assert second.json["evaluation"]["perplexity"]["perplexity"] == evaluated(made.output, other)
     assert second.json["evaluation"]["earlier"] == [first.json["evaluation"]["perplexity"]]
 
-    wider = again(made, asked(other, window=80))
+    wider = made.scored(asked(other, window=80))
     assert wider.json["evaluation"]["perplexity"]["window"] == 80
     assert wider.json["evaluation"]["perplexity"]["perplexity"] == evaluated(made.output, other, 80)
     assert len(wider.json["evaluation"]["earlier"]) == 2
 
-    back = again(made, asked(one))
+    back = made.scored(asked(one))
     assert "phase" not in back.err
     assert back.json["evaluation"]["perplexity"] == first.json["evaluation"]["perplexity"]
     assert len(back.json["evaluation"]["earlier"]) == 2
 
     one.write_text(other.read_text() + one.read_text())  # the same name, another text
-    changed = again(made, asked(one))
+    changed = made.scored(asked(one))
     assert changed.json["evaluation"]["perplexity"]["perplexity"] == evaluated(made.output, one)
     assert len(changed.json["evaluation"]["earlier"]) == 3
 
-    dense = again(made, asked(one, dense=True))
+    dense = made.scored(asked(one, dense=True))
     assert dense.json["evaluation"]["dense"]["perplexity"] == evaluated(made.source, one)
     assert dense.json["evaluation"]["perplexity"] == changed.json["evaluation"]["perplexity"]
-    assert again(made, asked(one)).json["evaluation"]["dense"] == dense.json["evaluation"]["dense"]  # known is shown
+    assert made.scored(asked(one)).json["evaluation"]["dense"] == dense.json["evaluation"]["dense"]  # known is shown
     assert file_digests(made.output) == before
     state = command("status", str(made.run_dir), "--json").json
     assert state["summary"]["evaluation"] == dense.json["evaluation"]
@@ -82,7 +77,7 @@ def test_a_finished_job_scores_what_is_missing_and_only_that(tmp_path: Path, job
 def test_a_missing_text_is_an_error_before_and_after_the_job(tmp_path: Path, job: MakeJob) -> None:
     made = job()
     for _ in range(2):
-        ended = again(made, asked(tmp_path / "nowhere.txt"))
+        ended = made.scored(asked(tmp_path / "nowhere.txt"))
         assert (ended.code, "nowhere.txt: missing" in ended.err) == (2, True), ended.err
         assert not (made.run_dir / "staged").exists() or made.output.exists()
         assert made.run().code == 0
@@ -127,7 +122,7 @@ def test_seen_share_counts_passages_wherever_they_begin() -> None:
 
 
 def test_killed_after_a_score_was_entered(tmp_path: Path, job: MakeJob) -> None:
-    """What is entered is not measured again, and nothing is left of the scratch."""
+    """Entered scores are not measured again, and scratch data is removed."""
     one = factories.write_text(tmp_path / "one.txt", 4_000, 8)
     made = job(evaluation=asked(one, dense=True))
     for place in ("score/output", "score/dense"):
@@ -142,7 +137,7 @@ def test_killed_after_a_score_was_entered(tmp_path: Path, job: MakeJob) -> None:
 
 @pytest.mark.usefixtures("inline")
 def test_tasks_of_both_models_are_scored_once(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    """lm-eval itself is in tests/evaluation/test_task_scores.py; here, what a job asks it, keeps and says."""
+    """A job's requests to lm-eval and its output. lm-eval itself: tests/evaluation/test_task_scores.py."""
     asked_for: list[str] = []
     asked_as: list[tuple[int | None, int | None]] = []
 
@@ -154,7 +149,7 @@ def test_tasks_of_both_models_are_scored_once(job: MakeJob, monkeypatch: pytest.
             task: {"documents": 9, "metrics": {"acc": {"value": len(asked_for) / 4, "stderr": 0.125}}} for task in tasks
         }
 
-    monkeypatch.setattr("pipeline.inputs.manifest_tasks.check_tasks", lambda tasks, field, whole=None: None)
+    monkeypatch.setattr("pipeline.inputs.job_inputs.check_tasks", lambda tasks, field, whole=None: None)
     monkeypatch.setattr("pipeline.job.output_scores.score_streamed", score)
     made = job(evaluation={"tasks": ["arc_easy"]})
     found = made.run().json["evaluation"]["tasks"]
@@ -163,15 +158,15 @@ def test_tasks_of_both_models_are_scored_once(job: MakeJob, monkeypatch: pytest.
     assert found["dense"]["arc_easy"]["metrics"]["acc"]["value"] == 0.5
     assert made.run().json["evaluation"]["tasks"] == found
     assert len(asked_for) == 2, "a finished job asks nothing twice"
-    assert "scored_now" in again(made, {"tasks": ["piqa"]}).json
+    assert "scored_now" in made.scored({"tasks": ["piqa"]}).json
     assert len(asked_for) == 4
     settings = {"tasks": ["arc_easy"], "fewshot": 2, "limit": 9}
-    assert "scored_now" in again(made, settings).json
+    assert "scored_now" in made.scored(settings).json
     assert len(asked_for) == 6
     assert asked_as[-1] == (2, 9)
     assert made.run().json["evaluation"]["tasks"] == found, "without settings, the first scores"
     assert len(asked_for) == 6
-    assert "arc   acc" not in again(made, {}).out
+    assert "arc   acc" not in made.scored({}).out
 
 
 @needs_lm_eval

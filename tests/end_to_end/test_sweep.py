@@ -1,4 +1,4 @@
-"""A sweep: what a job of its own gives, for every point, from one pass over the text; killed, it goes on."""
+"""Each point of a sweep equals its own job, from one pass over the text, also if healed or killed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+import pipeline.sweeping.point_healing
 from manifests.errors import StorageError
 from pipeline.cost_model.prices import WORKERS_SECONDS
 from stores.disk import Disk
 from tests.end_to_end.children import Child, Hook
-from tests.end_to_end.jobs import Job, MakeJob, command, file_digests
+from tests.end_to_end.jobs import MakeJob, Sweep, command, file_digests, interrupting, load
 from tests.end_to_end.sources import make_source
 from tests.evaluation.tasks import needs_lm_eval, write_task
 
@@ -27,39 +28,10 @@ POINTS: list[dict[str, Any]] = [
 ]
 
 
-class Sweep:
-    """A sweep on the model of a job, and where it works."""
-
-    def __init__(self, job: Job, scored: Path, points: list[dict[str, Any]], **changes: Any) -> None:
-        self.job = job
-        document = job.document()
-        del document["budget"], document["methods"]
-        document["calibration"]["propagate"] = "dense"
-        evaluation = {"perplexity": {"text": {"files": [str(scored)]}, "window": 24}}
-        self.document = {**document, "evaluation": evaluation, "keep": [0.8, 0.6], "points": points, **changes}
-        self.path = job.root / "sweep.yaml"
-        self.write()
-
-    def write(self) -> Sweep:
-        self.path.write_text(json.dumps(self.document))
-        return self
-
-    def run(self, *options: str) -> Any:
-        return command("sweep", str(self.path), "--json", *options)
-
-    def forwards(self) -> list[str]:
-        """Shards of calibration text through the dense model, in all runs."""
-        return [unit for unit in self.units() if unit.startswith(("forward/", "backward/"))]
-
-    def units(self) -> list[str]:
-        logs = sorted((self.job.run_dir / "logs").glob("*.units.jsonl"))
-        return [json.loads(line)["unit"] for path in logs for line in path.read_text().splitlines()]
-
-
 @pytest.fixture
 def sweep(job: MakeJob, scored: Path) -> Callable[..., Sweep]:
     def make(*points: dict[str, Any], source: Path | None = None, **changes: Any) -> Sweep:
-        return Sweep(job(source) if source else job(), scored, list(points or POINTS), **changes)
+        return Sweep(job(source) if source else job(), list(points or POINTS), scored, **changes)
 
     return make
 
@@ -107,7 +79,7 @@ def test_killed_anywhere_it_goes_on(sweep: Callable[..., Sweep], inline: None) -
         Hook("commit", match="/result", after=True),
     ]
     for number, hook in enumerate(kills):
-        child = Child("sweep", [str(made.path)], made.job.root / f"log{number}", hook)
+        child = Child("sweep", [str(made.write())], made.job.root / f"log{number}", hook)
         assert child.end() == -signal.SIGKILL, child.said
     found = made.run().json
     assert _measured(found) == _measured(wanted)
@@ -124,14 +96,14 @@ def _measured(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_points_come_and_go(sweep: Callable[..., Sweep], inline: None) -> None:
-    """What is there stays, whoever comes before it; what is asked for in addition is taken in addition."""
+    """Finished points stay valid when points are added before them, and only new points are computed."""
     first, second = {"methods": [{"method": "joint_rank_k"}]}, {"methods": [{"method": "flat_llm"}]}
     made = sweep(first)
     before = made.run().json
     assert made.forwards() == []  # nobody asked for moments
     done = len(made.units())
     made.document["points"] = [second, first]
-    after = made.write().run().json
+    after = made.run().json
     assert _measured(after)[2:] == _measured(before)
     assert [row["series"] for row in after["points"]] == ["flat_llm"] * 2 + ["joint_rank_k"] * 2
     new = made.units()[done:]
@@ -141,7 +113,7 @@ def test_points_come_and_go(sweep: Callable[..., Sweep], inline: None) -> None:
     made.document["points"] = [second]
     made.document["keep"] = [0.6]
     count = len(made.units())
-    assert [row["point"] for row in made.write().run().json["points"]] == ["flat_llm-0.6"]
+    assert [row["point"] for row in made.run().json["points"]] == ["flat_llm-0.6"]
     assert len(made.units()) == count
 
 
@@ -159,7 +131,7 @@ def test_what_is_written(sweep: Callable[..., Sweep], inline: None) -> None:
         assert point["loss_over_dense"] == point["loss"] - found["dense"]["loss"]
         assert point["divergence"] is None
     count = len(made.units())
-    shown = command("sweep", str(made.path))
+    shown = command("sweep", str(made.write()))
     assert (shown.code, len(made.units())) == (0, count)
     assert all(row["point"] in shown.out for row in rows)
     state = command("status", str(run_dir), "--json").json
@@ -241,7 +213,7 @@ def test_points_are_scored_on_tasks(sweep: Callable[..., Sweep], tmp_path: Path,
     task = write_task(tmp_path, "words")
     made = sweep({"methods": [{"method": "flat_llm"}], "save": [0.6]}, {"methods": [{"method": "svd"}]})
     made.document["evaluation"]["tasks"] = [str(task)]
-    found = made.write().run().json
+    found = made.run().json
     rows = {row["point"]: row for row in found["points"]}
     saved = rows["flat_llm-0.6"]
     for model, scores in ((saved["output"], saved["tasks"]), (made.job.source, found["tasks"])):
@@ -259,7 +231,7 @@ def test_another_calibration_is_refused_by_name(sweep: Callable[..., Sweep], inl
     made = sweep({"methods": [{"method": "joint_rank_k"}]})
     assert made.run().code == 0
     made.document["calibration"]["samples"] = 9
-    ended = made.write().run()
+    ended = made.run()
     assert (ended.code, "manifest.calibration.samples: 8 -> 9" in ended.err) == (2, True), ended.err
     assert made.run("--fresh").code == 0
 
@@ -272,11 +244,11 @@ def test_killed_with_ray_it_goes_on(sweep: Callable[..., Sweep], inline: None) -
     expected = sweep(*points).run().json
     made = sweep(*points, workers={"min": 2, "max": 2})
     hook = Hook("commit", match="/result", after=True)
-    child = Child("sweep", [str(made.path)], made.job.root / "log", hook, inline=False)
+    child = Child("sweep", [str(made.write())], made.job.root / "log", hook, inline=False)
     assert child.end() == -signal.SIGKILL, child.said
     state = command("status", str(made.job.run_dir), "--json").json
     assert (state["state"], state["points"]) == ("killed", {"done": 1, "of": 4})
-    child = Child("sweep", [str(made.path)], made.job.root / "log-2", inline=False)
+    child = Child("sweep", [str(made.write())], made.job.root / "log-2", inline=False)
     assert child.end() == 0, child.said
     assert "phase statistics" not in child.said
     assert _measured(json.loads((made.job.run_dir / "sweep.json").read_text())) == _measured(expected)
@@ -285,7 +257,7 @@ def test_killed_with_ray_it_goes_on(sweep: Callable[..., Sweep], inline: None) -
 def test_what_a_sweep_would_take(sweep: Callable[..., Sweep], job: MakeJob, no_ray: None) -> None:
     """The passes once, curves once for the same methods, what each point takes besides; nothing is made."""
     made = sweep()
-    found = command("plan", str(made.path), "--json", "--gpu", "H200").json
+    found = command("plan", str(made.write()), "--json", "--gpu", "H200").json
     rows = {row["point"]: row for row in found["points"]}
     assert list(rows)[:3] == ["flat_llm-0.8", "flat_llm-0.6", "loss-0.8"]
     assert [label for label, row in rows.items() if row["output_bytes"]] == ["flat_llm-0.6"]
@@ -304,10 +276,10 @@ def test_what_a_sweep_would_take(sweep: Callable[..., Sweep], job: MakeJob, no_r
     assert phases["gradient"] == pytest.approx(alone["gradient"])
     assert not made.job.run_dir.exists()
     assert not made.job.output.exists()
-    said = command("plan", str(made.path), "--gpu", "H200").out
+    said = command("plan", str(made.write()), "--gpu", "H200").out
     assert all(label in said for label in rows)
     wrong = sweep({"methods": [{"method": "flat_llm", "widht": 3}]})
-    assert "points.0.methods.0.widht" in command("plan", str(wrong.path)).err
+    assert "points.0.methods.0.widht" in command("plan", str(wrong.write())).err
 
 
 def test_plots_have_their_folder_before_anything_is_computed(
@@ -342,11 +314,132 @@ def test_a_finished_table_is_printed_whatever_fails_after_it(
         monkeypatch.setattr(Disk, "replace", refuse)
 
     fill("sweep.json")
-    ended = command("sweep", str(made.path), *options)
+    ended = command("sweep", str(made.write()), *options)
     assert ended.code == 1
     assert "svd-0.8" in ended.out
     fill(".svg")
-    ended = command("sweep", str(made.path), *options, "--plots", str(tmp_path / "plots"))
+    ended = command("sweep", str(made.write()), *options, "--plots", str(tmp_path / "plots"))
     assert ended.code == 1
     assert "svd-0.8" in ended.out
     assert json.loads((made.job.run_dir / "sweep.json").read_text())["points"]
+
+
+# -- healing -----------------------------------------------------------------------------------------------------------
+
+
+HEAL = {"epochs": 8, "learning_rate": 0.003}
+POINT: dict[str, Any] = {"methods": [{"method": "flat_llm"}], "save": [0.7]}
+ROUNDED: dict[str, Any] = {"methods": [], "keep": [], "quantize": [{"bits": 3}], "save": "all"}
+
+
+@pytest.fixture
+def healing(job: MakeJob, scored: Path, small_steps: None) -> Sweep:
+    """A sweep of three points, two of them saved and healed."""
+    return Sweep(job(), [POINT, ROUNDED], scored, heal=HEAL, keep=[0.7, 0.5])
+
+
+def assert_phases_came_as_expected(expected: list[Any], etas: int) -> None:
+    """Assert that the first estimate has all phases, and the last one those of the scores after the healing."""
+    assert len(expected) == etas
+    (observer, first, _), (_, last, _) = expected[0], expected[-1]
+    assert {phase.phase for phase in first.planned} == set(observer.seconds) - {"checks", "verify"}
+    assert last.begun == len(last.planned), last.planned
+    assert all(phase.seconds > 0 for phase in first.planned)
+    expected.clear()
+
+
+def test_a_saved_point_is_healed_as_its_job_is(healing: Sweep, job: MakeJob, expected: list[Any]) -> None:
+    healing.document["points"] = [POINT]
+    ended = healing.run()
+    found = ended.json
+    assert_phases_came_as_expected(expected, etas=2)
+    assert ended.err.count("phase score teacher") == 1
+    rows = {row["point"]: row for row in found["points"]}
+    assert not found["missing"]
+    assert [name for name, row in rows.items() if row.get("healed")] == ["flat_llm-0.7"]
+    row = rows["flat_llm-0.7"]
+    single = job(
+        heal=HEAL, evaluation=healing.document["evaluation"], **{"calibration.propagate": "dense", "budget.keep": 0.7}
+    )
+    summary = single.run().json
+    assert_phases_came_as_expected(expected, etas=3)
+    assert file_digests(single.output) == file_digests(Path(row["output"]))
+    assert row["healed"]["loss"] == pytest.approx(summary["evaluation"]["perplexity"]["loss"], rel=1e-6)
+    assert row["healed"]["divergence"] == pytest.approx(summary["held_out"]["divergence"], rel=1e-6)
+    assert row["healed"]["divergence"] < row["divergence"]
+    assert row["divergence"] == pytest.approx(single.ledger("held_out_score")["divergence"], rel=1e-6)
+    load(Path(row["output"]))
+    assert command("verify", row["output"], "--source", str(healing.job.source)).code == 0
+    lines = (healing.job.run_dir / "sweep.csv").read_text().splitlines()
+    by_point = {row["point"]: row for row in csv.DictReader(lines)}
+    assert float(by_point["flat_llm-0.7"]["healed_divergence"]) == row["healed"]["divergence"]
+    assert by_point["flat_llm-0.5"]["healed_divergence"] == ""
+    assert "healed divergence" in (healing.job.run_dir / "sweep.html").read_text()
+    assert len([*healing.job.run_dir.glob("staged/*")]) == 2, "the healed layers stay"
+    again = healing.run()
+    assert again.json["points"] == found["points"]
+    assert "heal" not in again.err
+    refused = command("heal", str(healing.job.run_dir))
+    assert (refused.code, "add `heal: {}` to the sweep" in refused.err) == (2, True), refused.err
+
+
+@pytest.mark.nightly
+def test_killed_in_healing_it_goes_on_and_trains_nothing_twice(healing: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    del healing.document["heal"]
+    healing.run()
+    healing.document["heal"] = HEAL
+    said = list[str]()
+    for name, calls, done in (("train_layers", 2, 1), ("assemble_output", 1, 1), ("forget_work", 1, 2)):
+        with monkeypatch.context() as patch:
+            patch.setattr(*interrupting(pipeline.sweeping.point_healing, name, calls))
+            ended = healing.run()
+            said.append(ended.err)
+            assert ended.code == 75
+            state = command("status", str(healing.job.run_dir), "--json").json
+            assert (state["points"], state["state"]) == ({"done": done, "of": 3}, "interrupted")
+    ended = healing.run()
+    said.append(ended.err)
+    assert "".join(said).count("heal step 16 of 16") == 2
+    assert [bool(row.get("healed")) for row in ended.json["points"]] == [True, False, True]
+    assert ended.json["points"][0]["healed"]["best_step"]
+    healing.document["evaluation"] = {"perplexity": {**healing.document["evaluation"]["perplexity"], "window": 16}}
+    other = healing.run()
+    assert "heal step" not in other.err
+    (first, *_) = other.json["points"]
+    assert first["healed"]["divergence"] == ended.json["points"][0]["healed"]["divergence"] < first["divergence"]
+    assert first["healed"]["loss"] != ended.json["points"][0]["healed"]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"points": [{"methods": [{"method": "svd"}]}]}, "heal: trains saved points, and no point is saved"),
+        ({"heal": {"tokens": 100_000}}, "flat_llm-0.7, rounded-int3: heal.tokens: 100000: the text has 192 tokens"),
+    ],
+)
+def test_a_healing_that_makes_no_sense_is_refused(changes: dict[str, Any], said: str, healing: Sweep) -> None:
+    healing.document |= changes
+    ended = healing.run()
+    assert (ended.code, said in ended.err) == (2, True), ended.err
+
+
+def test_the_plan_counts_the_healing_of_saved_points(healing: Sweep, no_ray: None) -> None:
+    healed = _planned(healing)
+    rows = {row["point"]: row for row in healed["points"]}
+    assert set(rows) == {"flat_llm-0.7", "flat_llm-0.5", "rounded-int3"}
+    assert healed["phases"]["score teacher"] > 0
+    assert healed["healing_tokens"] == 192
+    del healing.document["heal"]
+    plain = _planned(healing)
+    assert "heal" not in plain["phases"]
+    more = {row["point"]: rows[row["point"]]["seconds"] - row["seconds"] for row in plain["points"]}
+    assert more["flat_llm-0.5"] == 0
+    assert more["flat_llm-0.7"] > healed["phases"]["heal"] / 3
+    assert sum(more.values()) == pytest.approx(
+        healed["phases"]["heal"] + healed["phases"]["score"] - plain["phases"]["score"]
+    )
+    assert healed["estimated_seconds"] == pytest.approx(sum(healed["phases"].values()))
+
+
+def _planned(healing: Sweep) -> Any:
+    return command("plan", str(healing.write()), "--json", "--gpu", "H200").json

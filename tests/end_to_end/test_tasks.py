@@ -19,7 +19,7 @@ from pipeline.families.registry import geometry_of, standard_config
 from pipeline.units.questions import QuestionShard
 from stores.bucket import Bucket
 from tests import buckets
-from tests.end_to_end.jobs import Ended, Job, MakeJob, command
+from tests.end_to_end.jobs import Job, MakeJob, Sweep, command
 from tests.evaluation.tasks import answers_of, chat_model, needs_lm_eval, write_task
 
 pytestmark = needs_lm_eval
@@ -39,11 +39,6 @@ def task(tmp_path: Path) -> Path:
     return write_task(tmp_path, "words")
 
 
-def again(made: Job, evaluation: dict[str, Any]) -> Ended:
-    """The same job, asked for other scores."""
-    return Job(made.root, made.source, made.text, {**made.changes, "evaluation": evaluation}).run()
-
-
 def planned_seconds(manifest: Path) -> Any:
     """Return phase -> seconds of a worker of TERAFLOPS."""
     return command("plan", str(manifest), "--tflops", str(TERAFLOPS), "--json").json["phases"]
@@ -51,13 +46,7 @@ def planned_seconds(manifest: Path) -> Any:
 
 def write_sweep(made: Job, **evaluation: Any) -> Path:
     """Write a sweep of two points on the model of a job, and return its file."""
-    document = made.document()
-    del document["budget"], document["methods"]
-    document["calibration"]["propagate"] = "dense"
-    points = {"keep": [0.8, 0.6], "points": [{"methods": [{"method": "flat_llm"}]}]}
-    path = made.root / "sweep.yaml"
-    path.write_text(json.dumps({**document, **points, "evaluation": evaluation}))
-    return path
+    return Sweep(made, [{"methods": [{"method": "flat_llm"}]}], evaluation=evaluation).write()
 
 
 @pytest.mark.nightly
@@ -66,7 +55,7 @@ def test_a_job_s_settings_are_those_of_evaluate(chatting: Path, task: Path, job:
     """Scores of other settings are other scores; those without settings are found again."""
     made = job(chatting, evaluation={"tasks": [str(task)]})
     plain = made.run().json["evaluation"]["tasks"]
-    evaluation = again(made, {"tasks": [str(task)], **SETTINGS}).json["evaluation"]
+    evaluation = made.scored({"tasks": [str(task)], **SETTINGS}).json["evaluation"]
     scores = evaluation["tasks"]
     assert evaluation["task_settings"] == SETTINGS
     for which, model in (("compressed", made.output), ("dense", made.source)):

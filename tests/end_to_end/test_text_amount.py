@@ -1,4 +1,4 @@
-"""How much text is enough, what few tokens do, and what losses say of a model."""
+"""The amount of text that is enough, jobs with few tokens, and messages about the loss of a model."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from tests.end_to_end.children import Child, Hook
 from tests.end_to_end.jobs import (
     Job,
     MakeJob,
+    Sweep,
     command,
     file_digests,
     load,
@@ -280,11 +281,8 @@ def test_evaluate_says_infinity(loud: Path, scored: Path) -> None:
 
 
 def test_a_sweep_of_infinite_points(loud: Path, text: Path, scored: Path, tmp_path: Path) -> None:
-    document = Job(tmp_path, loud, text, {"calibration.propagate": "dense", "evaluation": scored_on(scored)}).document()
-    del document["budget"], document["methods"]
-    points = [{"methods": [{"method": "svd"}], "keep": [0.8, 0.6]}]
-    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump({**document, "points": points}))
-    ended = command("sweep", str(tmp_path / "sweep.yaml"), "--plots", str(tmp_path))
+    sweep = Sweep(Job(tmp_path, loud, text), [{"methods": [{"method": "svd"}]}], evaluation=scored_on(scored))
+    ended = command("sweep", str(sweep.write()), "--plots", str(tmp_path))
     assert ended.code == 0, ended.err
     found = strict((tmp_path / "run" / "sweep.json").read_text())
     assert [row["perplexity"] for row in found["points"]] == [INFINITY, INFINITY]
@@ -319,11 +317,8 @@ def test_a_damaged_model_is_said_to_be_so(shared_dir: Path, job: MakeJob, scored
 
 def test_a_damaged_point_of_a_sweep_is_named(shared_dir: Path, text: Path, tmp_path: Path) -> None:
     source = shared_dir / "models" / "babyllama-361"
-    document = Job(tmp_path, source, text, {"calibration.propagate": "dense"}).document()
-    del document["budget"], document["methods"]
-    points = [{"methods": [{"method": "svd"}], "keep": [1.0, 0.05]}]
-    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump({**document, "points": points}))
-    ended = command("sweep", str(tmp_path / "sweep.yaml"))
+    sweep = Sweep(Job(tmp_path, source, text), [{"methods": [{"method": "svd"}]}], keep=[1.0, 0.05])
+    ended = command("sweep", str(sweep.write()))
     assert ended.code == 0, ended.err
     assert "WARNING: 1 of 2 points are badly damaged" in ended.out
     assert "dense model's: svd-0.05" in ended.out

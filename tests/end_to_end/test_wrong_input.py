@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.end_to_end.jobs import FLAT_LLM, Ended, Job, MakeJob, command, edit_json, file_digests
+from tests.end_to_end.jobs import FLAT_LLM, Ended, Job, MakeJob, command, edit_json, file_digests, read_tensors
 from tests.end_to_end.sources import make_source
 
 LAYERS = 3  # of the fixture `llama`
@@ -151,6 +151,12 @@ def as_pickle(model: Path) -> None:
     torch.save({}, model / "pytorch_model.bin")
 
 
+def config_as_pipe(model: Path) -> None:
+    (model / "config.json").unlink()
+    os.mkfifo(model / "config.json")
+
+
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": "x", "long_factor": [1.0]}
 WRONG_MODELS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "no directory": (shutil.rmtree, ["no such directory"]),
     "no index": (lambda model: (model / INDEX).unlink(), ["neither", INDEX]),
@@ -197,10 +203,40 @@ WRONG_MODELS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         ["config.json", "num_attention_heads"],
     ),
     "no config": (lambda model: (model / "config.json").unlink(), ["config.json", "missing"]),
+    "config: a factor of RoPE": (
+        lambda model: edit_config(model, rope_parameters=LONG_ROPE),
+        ["config.json: rope_parameters.short_factor: 'x'"],
+    ),
+    "config: a word for a bool": (
+        lambda model: edit_config(model, tie_word_embeddings="no"),
+        ["config.json", "tie_word_embeddings"],
+    ),
+    "config: a list for a word": (
+        lambda model: edit_config(model, hidden_act=["silu"]),
+        ["config.json", "hidden_act"],
+    ),
+    "config: NaN": (
+        lambda model: edit_config(model, rms_norm_eps=float("nan")),
+        ["config.json", "NaN is not a JSON number"],
+    ),
+    "config: a pipe": (config_as_pipe, ["config.json: missing"]),
+    "config: without end": (
+        lambda model: os.truncate(model / "config.json", 2**40),
+        ["config.json", "bytes, more than"],
+    ),
+    "index names what cannot be a file": (
+        lambda model: edit_index(model, lambda weights: weights.update({"lm_head.weight": f"{'x' * 300}.safetensors"})),
+        [".safetensors: missing, though the index names it"],
+    ),
     "no tokenizer": (lambda model: list(map(Path.unlink, model.glob("tokenizer*"))), ["no usable tokenizer"]),
+    "config of a tokenizer that fails on text": (
+        lambda model: edit_json(model / "tokenizer_config.json", model_max_length="x"),
+        ["tokenizer: fails on the text"],
+    ),
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.usefixtures("no_ray")
 @pytest.mark.parametrize("case", WRONG_MODELS)
 def test_model(case: str, model: Path, job: MakeJob) -> None:
@@ -216,6 +252,139 @@ def test_quantised_layers(model: Path, job: MakeJob) -> None:
             {n: t.to(torch.int8) if "layers" in n else t for n, t in load_file(path).items()}, path, {"format": "pt"}
         )
     refused(job(model), "I8", "not quantised")
+
+
+# -- mixtures ----------------------------------------------------------------------------------------------------------
+
+
+UP = "model.layers.3.mlp.experts.17.up_proj.weight"
+ROUTER = "model.layers.0.mlp.gate.weight"
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four layers of 18 experts, of which a token passes two."""
+    return make_source(tmp_path_factory.mktemp("mixture") / "source", "qwen3_moe", layers=4, num_experts=18)
+
+
+def refused_by_both(made: Job, *words: str) -> None:
+    """Check that `plan` and `run` refuse the job before any work, with these words."""
+    for ended in (command("plan", str(made.write().manifest)), made.run()):
+        check(ended, made, *words)
+        assert not made.run_dir.exists()
+
+
+def in_index(change: Callable[[dict[str, str]], Any]) -> Callable[[Path], None]:
+    return lambda source: edit_index(source, change)
+
+
+def in_tensors(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
+    """Changes tensors and writes them as one shard."""
+
+    def change_(source: Path) -> None:
+        tensors = read_tensors(source)
+        change(tensors)
+        for path in [*source.glob("*.safetensors"), *source.glob("*.index.json")]:
+            path.unlink()
+        save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+
+    return change_
+
+
+def lose_expert(names: dict[str, Any]) -> None:
+    for name in [name for name in names if ".3.mlp.experts.17." in name]:
+        del names[name]
+
+
+def shorten(name: str, by: int = 1) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = tensors[name][:-by].clone()
+
+    return change
+
+
+def lengthen(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[ROUTER] = torch.cat((tensors[ROUTER], tensors[ROUTER][:1]))
+
+
+WRONG_MIXTURES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
+    "the index lacks an expert": (in_index(lose_expert), (f"{UP}: missing", "experts.17.gate_proj.weight: missing")),
+    "an expert is missing": (in_tensors(lose_expert), (f"{UP}: missing",)),
+    "an expert is narrower": (in_tensors(shorten(UP)), (f"{UP}: shape [23, 48], expected [24, 48]",)),
+    "a router has too few rows": (in_tensors(shorten(ROUTER)), (f"{ROUTER}: shape [17, 48], expected [18, 48]",)),
+    "a router has too many rows": (in_tensors(lengthen), (f"{ROUTER}: shape [19, 48], expected [18, 48]",)),
+    "more are chosen than there are": (
+        lambda source: edit_config(source, num_experts_per_tok=19),
+        ("config.json", "layer 0 chooses 19 of 18 experts"),
+    ),
+    "none is chosen": (lambda source: edit_config(source, num_experts_per_tok=0), ("config.json", "0")),
+    "another number of experts": (
+        lambda source: edit_config(source, num_local_experts=20),
+        ("experts.19.up_proj.weight: missing", f"{ROUTER}: shape [18, 48], expected [20, 48]"),
+    ),
+}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.usefixtures("no_ray")
+@pytest.mark.parametrize("case", WRONG_MIXTURES)
+def test_a_damaged_mixture_is_refused(case: str, mixture: Path, tmp_path: Path, job: MakeJob) -> None:
+    damage, words = WRONG_MIXTURES[case]
+    source = shutil.copytree(mixture, tmp_path / "source")
+    damage(source)
+    refused_by_both(job(source), *words)
+
+
+LEAST = "a router that chooses 8 experts leaves 8 of 18 or more"
+
+
+@pytest.mark.usefixtures("no_ray")
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        *(
+            (
+                {"methods": [{"method": name}], "budget": {"keep": 0.43, "scope": "experts"}},
+                ("budget.keep: 0.43", LEAST),
+            )
+            for name in ("reap", "frequency", "merge_experts")
+        ),
+        ({"methods": [{"method": "reap", "keep": 0.44}], "budget": None}, ("methods.0.keep: 0.44", LEAST)),
+        (
+            {
+                "methods": [{"method": "loss_aware", "shapes": "layer"}],
+                "budget": {"keep": 0.01, "scope": "experts", "multiple": 8},
+            },
+            ("budget.keep: 0.01", LEAST),
+        ),
+        (
+            {"methods": [{"method": "loss_aware", "shapes": "stock"}], "budget": {"keep": 0.05, "scope": "experts"}},
+            ("budget.keep: 0.05", LEAST),
+        ),
+    ],
+    ids=lambda value: next(iter(value["methods"]))["method"] if isinstance(value, dict) else "",
+)
+def test_a_budget_of_fewer_experts_than_the_router_chooses_is_refused(
+    changes: dict[str, Any], words: tuple[str, ...], mixture: Path, tmp_path: Path, job: MakeJob
+) -> None:
+    source = shutil.copytree(mixture, tmp_path / "source")
+    edit_config(source, num_experts_per_tok=8)
+    refused_by_both(job(source, **{"calibration.propagate": "dense"}, **changes), *words)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("inline", "no_ray")
+def test_the_least_budget_keeps_as_many_experts_as_the_router_chooses(
+    mixture: Path, tmp_path: Path, job: MakeJob
+) -> None:
+    source = shutil.copytree(mixture, tmp_path / "source")
+    edit_config(source, num_experts_per_tok=8)
+    made = job(source, methods=[{"method": "reap"}], budget={"keep": 0.45, "scope": "experts"})
+    assert command("plan", str(made.write().manifest)).code == 0
+    assert made.run().code == 0
+    forms = json.loads((made.output / "config.json").read_text())["forms"]
+    assert [layer["router"]["rank"] for layer in forms] == [8, 8, 8, 8]
+    assert {ranks["experts"] for ranks in made.ledger("ranks")["ranks"].values()} == {8}
 
 
 # -- the text and the budget -------------------------------------------------------------------------------------------
@@ -238,10 +407,14 @@ def test_text(tmp_path: Path, job: MakeJob) -> None:
     refused(given("rows.jsonl", b'{"body": "x"}\n'), "rows.jsonl, line 1", "no field 'text'", "'body'")
     refused(given("rows.jsonl", b'{"body": "x"}\n', field="story"), "no field 'story'", "'body'")
     refused(given("torn.jsonl", b'{"text": "x"}\n{"text":'), "torn.jsonl", "line 2 is not JSON")
+    refused(given("rows.jsonl", b'{"text": "a"}\n{"text": "\\ud800"}\n'), "rows.jsonl, line 2", "surrogate")
     refused(given("table.csv", b"a,b"), "unknown kind '.csv'", ".parquet")
     refused(given("no.parquet", b"PAR1"), "no.parquet: not Parquet")
     pyarrow.parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "t.parquet")
     refused(job(**{"calibration.text": {"files": [str(tmp_path / "t.parquet")]}}), "no field 'text'", "'body'")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["word " * 9] * 900}), tmp_path / "t.parquet")
+    content = (tmp_path / "t.parquet").read_bytes()
+    refused(given("rows.parquet", content[:4] + bytes(60) + content[64:]), "rows.parquet: not Parquet, or damaged")
     refused(job(**{"calibration.text": {"files": ["nowhere.txt"]}}), "nowhere.txt: missing")
     os.mkfifo(tmp_path / "pipe.txt")
     for name, said in ((tmp_path, "a directory; give files"), (tmp_path / "pipe.txt", "not a regular file")):
@@ -259,7 +432,7 @@ def test_tokenizer_of_another_model(model: Path, job: MakeJob) -> None:
 
 @pytest.mark.usefixtures("no_ray")
 def test_unreachable_budget_names_what_is_reachable(job: MakeJob) -> None:
-    """Half of the decoder is what nobody claims; the range in the message is real."""
+    """No method claims half of the decoder. The range in the message is correct."""
     made = job(**{"budget.keep": 0.2, "methods": [{**FLAT_LLM, "mlp": False, "allocation": "uniform"}]})
     message = refused(made, "budget.keep: 0.2", "reachable is")
     low = float(message.partition("reachable is ")[2].split()[0])
@@ -387,7 +560,7 @@ def test_damaged_weights(name: str, value: float, propagate: str, model: Path, j
     "name", ["model.embed_tokens.weight", "lm_head.weight", "model.norm.weight", "model.layers.0.mlp.up_proj.weight"]
 )
 def test_damaged_weights_that_are_only_copied(name: str, model: Path, job: MakeJob) -> None:
-    """Nobody computes with them, or not soon: found before anything is started, so that they are not shipped either."""
+    """Weights that are not used early are checked before the job starts, so that damaged ones are not shipped."""
     change_tensor(model, name, lambda tensor: tensor.index_fill(0, torch.tensor([3]), float("nan")))
     made = job(model, methods=[{**FLAT_LLM, "layers": "last:1"}], **{"budget.keep": 0.9})
     check(made.run(), made, f"tensor {name}", "NaN or infinity")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from manifests.loading import parse_manifest
 from manifests.schema import Manifest
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
@@ -57,7 +58,7 @@ def alone(layer: LayerGeometry) -> Geometry:
 
 
 def manifest(*methods: dict[str, Any], keep: float | None = None, scope: str = "decoder", **fields: Any) -> Manifest:
-    """Return a manifest of flat_llm entries; by default, one entry with default settings."""
+    """Return a manifest of entries, which are flat_llm's unless they name a method; by default, one with defaults."""
     document = {
         "version": 1,
         "model": {"source": "model"},
@@ -67,4 +68,4 @@ def manifest(*methods: dict[str, Any], keep: float | None = None, scope: str = "
         "methods": [{"method": "flat_llm", **method} for method in methods or ({},)],
         **fields,
     }
-    return Manifest.model_validate(document)
+    return parse_manifest(document)

@@ -8,7 +8,7 @@ import pytest
 
 from lamina.block_lamina import COUNTS, MAX_LAYERS
 from manifests.errors import InputError
-from pipeline.families.config_fields import check_fields
+from pipeline.families.config_fields import check_config_fields
 
 RIGHT: dict[str, Any] = {
     **dict.fromkeys(COUNTS, 4),
@@ -19,8 +19,8 @@ RIGHT: dict[str, Any] = {
 
 
 def test_right_values_pass() -> None:
-    check_fields(RIGHT)
-    check_fields({**RIGHT, "num_hidden_layers": 2, "layer_sizes": [{}, {"num_attention_heads": 8}]})
+    check_config_fields(RIGHT)
+    check_config_fields({**RIGHT, "num_hidden_layers": 2, "layer_sizes": [{}, {"num_attention_heads": 8}]})
 
 
 @pytest.mark.parametrize(
@@ -41,11 +41,11 @@ def test_right_values_pass() -> None:
 )
 def test_a_wrong_value_is_named(field: str, value: object, fault: str) -> None:
     with pytest.raises(InputError) as caught:
-        check_fields({**RIGHT, field: value})
+        check_config_fields({**RIGHT, field: value})
     assert fault in str(caught.value)
 
 
 def test_all_faults_are_in_one_message() -> None:
     with pytest.raises(InputError) as caught:
-        check_fields({**RIGHT, "head_dim": "8", "norm_eps": -1.0, "hidden_act": None})
+        check_config_fields({**RIGHT, "head_dim": "8", "norm_eps": -1.0, "hidden_act": None})
     assert str(caught.value).count("\n") == 3

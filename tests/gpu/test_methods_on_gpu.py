@@ -21,7 +21,7 @@ from pipeline.units.curves import Predict
 from tests.emulated_device import EmulatedDevice
 from tests.families.geometries import llama
 from tests.methods.loss_aware_weights import make_statistics
-from tests.methods.test_by_loss import manifest, problem
+from tests.methods.test_by_loss import by_loss, problem
 from workers.curves import curve_result
 from workers.solving import GroupProblem, solve_group
 
@@ -40,7 +40,7 @@ ENTRIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", ENTRIES)
 def test_what_methods_make_of_a_group(name: str, emulated: EmulatedDevice | None) -> None:
     entry, where = ENTRIES[name], llama("gqa", hidden_size=64, intermediate_size=96)
-    (method,) = build_methods(manifest(entry))
+    (method,) = build_methods(by_loss(entry))
     for group in method.claims(where):
         if group.layer != 0:
             continue

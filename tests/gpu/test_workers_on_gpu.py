@@ -34,7 +34,7 @@ from tests.workers.bench import (
 )
 from tests.workers.test_backward import gradient_moments
 from tests.workers.test_score_pass import windows_of
-from workers.tensor_transfer import Packed, pack, unpack
+from workers.tensor_transfer import Packed, pack_tensors, unpack_tensors
 from workers.worker import Worker
 
 pytestmark = pytest.mark.gpu
@@ -74,10 +74,10 @@ class Packing:
     """What Ray's object store gets and gives, without Ray."""
 
     def put(self, tensors: Mapping[str, Tensor]) -> Packed:
-        return pack(tensors)
+        return pack_tensors(tensors)
 
     def get(self, handle: Packed) -> dict[str, Tensor]:
-        return unpack(handle)
+        return unpack_tensors(handle)
 
 
 def done_by(worker: Worker) -> dict[str, Any]:

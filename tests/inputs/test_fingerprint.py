@@ -1,4 +1,4 @@
-"""The fingerprint of a job: what changes it, and what does not."""
+"""The fingerprint of a job: fields that change it, and fields that do not."""
 
 from __future__ import annotations
 

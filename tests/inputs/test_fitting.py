@@ -10,7 +10,6 @@ import pytest
 
 from manifests.errors import InputError
 from manifests.fit import Fit, memory_bytes, memory_text
-from manifests.loading import parse_manifest
 from manifests.schema import Budget, Manifest
 from pipeline.cost_model.bounds import size_bound
 from pipeline.cost_model.planned_job import PlannedJob
@@ -19,6 +18,7 @@ from pipeline.families.registry import geometry_of, standard_config
 from pipeline.inputs.fitting import DoesNotFitError, fit_remarks
 from pipeline.inputs.job_inputs import fit_methods, fitted
 from tests import factories
+from tests.families.geometries import manifest
 
 CONFIG = standard_config(factories.make_config("llama", num_hidden_layers=2).to_dict())
 GEOMETRY = geometry_of(CONFIG, 16)
@@ -36,12 +36,8 @@ def job(
     """Return a job whose output is served in this memory; methods default to `flat_llm` where nothing is rounded."""
     fields = {"memory": int(memory), "context": TOKENS, "sequences": SEQUENCES, "device": "cpu", **fit}
     entries = methods or (() if quantize else ({"method": "flat_llm"},))
-    return parse_manifest(
-        {
-            "version": 1, "model": {"source": "m"}, "output": "o", "run_dir": "r", "budget": {"fit": fields},
-            "calibration": {"text": {"files": ["t"]}}, "methods": [*entries], "quantize": quantize,
-        }
-    )  # fmt: skip
+    calibration = {"text": {"files": ["t"]}}
+    return manifest(methods=[*entries], budget={"fit": fields}, calibration=calibration, quantize=quantize)
 
 
 def resolved(manifest: Manifest) -> tuple[Manifest, ServingMemory | None]:

@@ -1,4 +1,4 @@
-"""What was replaced is dropped while the driver goes on."""
+"""Replaced data is dropped while the driver continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kernels ask of their arguments."""
+"""The checks of kernels' arguments."""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from pipeline.kernels.fitted_turns import fit_turns, read_and_slope, turn_problem
 from pipeline.kernels.latent import SplitKeys, complex_rows, distance_shares, split_keys, turns
-from tests.kernels.test_latent import FREQUENCIES, SCALE, WIDTH, draw, problem
+from tests.kernels.test_latent import FREQUENCIES, SCALE, WIDTH, problem
+from tests.tensors import random
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -49,8 +50,8 @@ def test_the_loss_is_that_of_keys_at_every_distance(groups: int, shared: int, de
 
 def test_the_slope_is_that_of_the_loss() -> None:
     of = turn_problem(*inputs(2))
-    encode = torch.complex(draw(4, WIDTH, seed=1), draw(4, WIDTH, seed=2))
-    step = 1e-6 * torch.complex(draw(4, WIDTH, seed=3), draw(4, WIDTH, seed=4))
+    encode = torch.complex(random(4, WIDTH, seed=1), random(4, WIDTH, seed=2))
+    step = 1e-6 * torch.complex(random(4, WIDTH, seed=3), random(4, WIDTH, seed=4))
     _, _, slope = read_and_slope(encode, of)
     ahead, behind = (read_and_slope(encode + sign * step, of)[1] for sign in (1, -1))
     assert (ahead - behind) / 2 == pytest.approx(float((slope.conj() * step).sum().real), rel=1e-4)

@@ -15,14 +15,11 @@ from pipeline.kernels.latent import (
     split_keys,
     turns,
 )
+from tests.tensors import random
 
 T, D, HEADS, WIDTH = 40, 24, 4, 8
 FREQUENCIES = torch.tensor([1.0, 0.3, 0.09, 0.027], dtype=torch.float64)
 SCALE = WIDTH**-0.5
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def turned(values_THd: Tensor, angles_J: Tensor, interleaved: bool = False) -> Tensor:
@@ -57,9 +54,9 @@ def split_scores(x_TD: Tensor, query_QD: Tensor, split: object, angles_I: Tensor
 
 
 def problem(groups: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    x_TD = draw(T, D, seed=seed)
-    query, key = draw(HEADS * WIDTH, D, seed=seed + 1), draw(groups * WIDTH, D, seed=seed + 2)
-    gradient = draw(200, groups * WIDTH, seed=seed + 3)
+    x_TD = random(T, D, seed=seed)
+    query, key = random(HEADS * WIDTH, D, seed=seed + 1), random(groups * WIDTH, D, seed=seed + 2)
+    gradient = random(200, groups * WIDTH, seed=seed + 3)
     return x_TD, query, key, x_TD.T @ x_TD / T, gradient.T @ gradient / 200
 
 
@@ -107,9 +104,9 @@ def test_turns_are_powers_between_the_source_s() -> None:
 def test_the_loss_is_that_of_scores_at_every_distance(heads: int) -> None:
     """Of heads with one frequency, of which turns near it rotate a number each."""
     own, turned = torch.tensor([0.3], dtype=torch.float64), torch.tensor([0.3, 0.36], dtype=torch.float64)
-    x_TD, key, gradient = draw(T, D), draw(heads * 2, D, seed=1), draw(200, heads * 2, seed=2)
+    x_TD, key, gradient = random(T, D), random(heads * 2, D, seed=1), random(200, heads * 2, seed=2)
     moment, gradient = x_TD.T @ x_TD / T, gradient.T @ gradient / 200
-    shares = draw(1, 12, seed=3).abs().expand(heads, 12) / draw(1, 12, seed=3).abs().sum()
+    shares = random(1, 12, seed=3).abs().expand(heads, 12) / random(1, 12, seed=3).abs().sum()
     split = split_keys(key, moment, gradient, own, turned, shares)
     numbers = [(x_TD @ rows.T).unflatten(1, (-1, 2)) for rows in (key, split.rest, split.shared)]
     source, rest, common = (torch.complex(*each.unbind(dim=-1)) for each in numbers)
@@ -144,16 +141,16 @@ def test_shares_are_those_of_attention() -> None:
 
 
 def test_the_slope_is_that_of_the_loss() -> None:
-    rows, white, outputs = draw(5, D, seed=1), draw(T * 5, D, seed=2), draw(T * 5, 7, seed=3)
+    rows, white, outputs = random(5, D, seed=1), random(T * 5, D, seed=2), random(T * 5, 7, seed=3)
     loss, slope = _loss_and_slope(rows, white, outputs)
-    step = 1e-6 * draw(5, D, seed=4)
+    step = 1e-6 * random(5, D, seed=4)
     ahead, behind = (_loss_and_slope(rows + sign * step, white, outputs)[0] for sign in (1, -1))
     assert (ahead - behind) / 2 == pytest.approx(float((slope * step).sum()), rel=1e-4)
     assert loss > 0.0
 
 
 def test_the_fit_treats_the_norm_and_lowers_the_loss() -> None:
-    x_TD, outputs, metric = draw(2000, D, seed=1), draw(12, D, seed=2), draw(12, 12, seed=3)
+    x_TD, outputs, metric = random(2000, D, seed=1), random(12, D, seed=2), random(12, 12, seed=3)
     metric = metric @ metric.T
     latents = fit_latents(x_TD, x_TD.T @ x_TD / 2000, outputs, metric, outputs[:6])
     z = x_TD @ latents.encode.T
@@ -164,26 +161,26 @@ def test_the_fit_treats_the_norm_and_lowers_the_loss() -> None:
 
 
 def test_inputs_of_constant_norm_lose_nothing_at_full_rank() -> None:
-    x_TD = draw(2000, D, seed=1)
+    x_TD = random(2000, D, seed=1)
     x_TD = x_TD / x_TD.square().mean(dim=1, keepdim=True).sqrt()
-    outputs, metric = draw(12, D, seed=2), torch.eye(12, dtype=torch.float64)
+    outputs, metric = random(12, D, seed=2), torch.eye(12, dtype=torch.float64)
     latents = fit_latents(x_TD, x_TD.T @ x_TD / 2000, outputs, metric, torch.eye(D, dtype=torch.float64))
     whole = 0.5 * float((x_TD @ outputs.T).square().sum(dim=1).mean())
     assert latents.loss < 1e-5 * whole
 
 
 def test_the_output_of_a_norm_with_gains_loses_nothing_at_full_rank() -> None:
-    x_TD = draw(2000, D, seed=1) * draw(D, seed=4).exp()  # tokens of correlated numbers
-    x_TD = x_TD @ draw(D, D, seed=5)
-    x_TD = x_TD / x_TD.square().mean(dim=1, keepdim=True).sqrt() * draw(D, seed=3).exp()
-    outputs, metric = draw(12, D, seed=2), torch.eye(12, dtype=torch.float64)
+    x_TD = random(2000, D, seed=1) * random(D, seed=4).exp()  # tokens of correlated numbers
+    x_TD = x_TD @ random(D, D, seed=5)
+    x_TD = x_TD / x_TD.square().mean(dim=1, keepdim=True).sqrt() * random(D, seed=3).exp()
+    outputs, metric = random(12, D, seed=2), torch.eye(12, dtype=torch.float64)
     latents = fit_latents(x_TD, x_TD.T @ x_TD / 2000, outputs, metric, outputs.T @ outputs)
     whole = 0.5 * float((x_TD @ outputs.T).square().sum(dim=1).mean())
     assert latents.loss < 1e-10 * whole
 
 
 def test_rows_of_heads() -> None:
-    decode = draw(2 * 2 * WIDTH, 3)
+    decode = random(2 * 2 * WIDTH, 3)
     rows = head_rows(decode, HEADS, 2).view(HEADS, 2, WIDTH, 3)
     for head in range(HEADS):
         torch.testing.assert_close(rows[head, 0], decode.view(2, 2, WIDTH, 3)[0, head // 2])

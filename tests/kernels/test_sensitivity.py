@@ -18,6 +18,7 @@ from pipeline.kernels.sensitivity import (
     thin_output_directions,
 )
 from pipeline.kernels.spectra import weighted_head_pca
+from tests.tensors import random
 
 
 def moment(size: int, tokens: int, seed: int, scale: float = 1.0) -> torch.Tensor:
@@ -27,10 +28,6 @@ def moment(size: int, tokens: int, seed: int, scale: float = 1.0) -> torch.Tenso
     return values.T @ values / tokens * scale
 
 
-def weight(outputs: int, inputs: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(outputs, inputs, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 def loss(change: torch.Tensor, moment_FF: torch.Tensor, metric_mm: torch.Tensor) -> torch.Tensor:
     return 0.5 * torch.trace(metric_mm @ change @ moment_FF @ change.T)
 
@@ -38,7 +35,7 @@ def loss(change: torch.Tensor, moment_FF: torch.Tensor, metric_mm: torch.Tensor)
 @pytest.mark.parametrize(("outputs", "inputs", "tokens"), [(9, 6, 50), (4, 7, 50), (9, 6, 3)])
 @pytest.mark.parametrize("scale", [1.0, 1e-40, 1e40])
 def test_input_directions_lose_what_is_predicted(outputs: int, inputs: int, tokens: int, scale: float) -> None:
-    weight_mD, metric_mm = weight(outputs, inputs), moment(outputs, 40, 1)
+    weight_mD, metric_mm = random(outputs, inputs), moment(outputs, 40, 1)
     moment_DD = moment(inputs, tokens, 2, scale)
     pull_DD = pullback(weight_mD, metric_mm)
     found = input_directions(moment_DD, pull_DD)
@@ -58,7 +55,7 @@ def test_input_directions_lose_what_is_predicted(outputs: int, inputs: int, toke
 @pytest.mark.parametrize("scale", [1.0, 1e-40, 1e40])
 def test_thin_directions_are_the_first_of_all(rows: int, rank: int, scale: float) -> None:
     """Of fewer rows than inputs, some of them dependent."""
-    rows_mD = weight(rows, rank) @ weight(rank, 8, 1)
+    rows_mD = random(rows, rank) @ random(rank, 8, seed=1)
     moment_DD, metric_m = moment(8, 40, 2, scale), torch.linspace(1.0, 2.0, rows, dtype=torch.float64)
     pull_DD, known = pullback(rows_mD, metric_m), factored(moment_DD)
     whole = input_directions(known, pull_DD)
@@ -74,7 +71,7 @@ def test_thin_directions_are_the_first_of_all(rows: int, rank: int, scale: float
 @pytest.mark.parametrize("tokens", [50, 2])
 @pytest.mark.parametrize("scale", [1.0, 1e-40, 1e40])
 def test_thin_output_directions_are_the_first_of_all(tokens: int, scale: float) -> None:
-    weight_mF, moment_FF, metric = weight(9, 4), moment(4, tokens, 3, scale), factored(moment(9, 40, 1))
+    weight_mF, moment_FF, metric = random(9, 4), moment(4, tokens, 3, scale), factored(moment(9, 40, 1))
     whole, thin = output_directions(weight_mF, moment_FF, metric), thin_output_directions(weight_mF, moment_FF, metric)
     largest = float(whole.values[0])
     torch.testing.assert_close(thin.values, whole.values[:4], rtol=1e-6, atol=1e-8 * largest)
@@ -87,15 +84,15 @@ def test_thin_output_directions_are_the_first_of_all(tokens: int, scale: float) 
 def test_wrong_factors_are_refused() -> None:
     metric = factored(moment(9, 40, 1))
     with pytest.raises(ValueError, match="do not fit"):
-        thin_output_directions(weight(9, 4), moment(5, 50, 3), metric)
+        thin_output_directions(random(9, 4), moment(5, 50, 3), metric)
     with pytest.raises(ValueError, match="NaN"):
-        thin_output_directions(weight(9, 4) * float("nan"), moment(4, 50, 3), metric)
+        thin_output_directions(random(9, 4) * float("nan"), moment(4, 50, 3), metric)
     with pytest.raises(ValueError, match="NaN"):
         thin_directions(metric, torch.full((9, 2), float("nan")))
 
 
 def test_no_other_rank_loses_less() -> None:
-    weight_mD, metric_mm, moment_DD = weight(9, 6), moment(9, 40, 1), moment(6, 40, 2)
+    weight_mD, metric_mm, moment_DD = random(9, 6), moment(9, 40, 1), moment(6, 40, 2)
     found = input_directions(moment_DD, pullback(weight_mD, metric_mm))
     best = weight_mD @ found.decode[:, :3] @ found.encode[:3]
     least = loss(weight_mD - best, moment_DD, metric_mm)
@@ -106,7 +103,7 @@ def test_no_other_rank_loses_less() -> None:
 
 
 def test_output_directions_lose_what_is_predicted() -> None:
-    weight_mF, metric_mm, moment_FF = weight(6, 9), moment(6, 40, 1), moment(9, 40, 2)
+    weight_mF, metric_mm, moment_FF = random(6, 9), moment(6, 40, 1), moment(9, 40, 2)
     found = output_directions(weight_mF, moment_FF, metric_mm)
     spread_mm = pushforward(weight_mF, moment_FF)
     losses = projection_losses(metric_mm, spread_mm, found.encode[None], found.decode[None])
@@ -121,7 +118,7 @@ def test_output_directions_lose_what_is_predicted() -> None:
 def test_head_projections_lose_what_is_predicted(heads: int, groups: int) -> None:
     width, outputs = 3, 8
     features = heads * width
-    output_DF, metric_DD, context_FF = weight(outputs, features), moment(outputs, 40, 1), moment(features, 60, 2)
+    output_DF, metric_DD, context_FF = random(outputs, features), moment(outputs, 40, 1), moment(features, 60, 2)
     pull_FF = pullback(output_DF, metric_DD)
     encode, decode, _, _ = weighted_head_pca(
         diagonal_blocks(context_FF, heads, groups), diagonal_blocks(pull_FF, heads, groups), width
@@ -142,7 +139,7 @@ def test_diagonal_blocks_are_summed_by_group() -> None:
 
 
 def test_a_diagonal_metric_is_pulled_as_a_matrix() -> None:
-    weight_mF, squares = weight(5, 3), torch.rand(5, dtype=torch.float64)
+    weight_mF, squares = random(5, 3), torch.rand(5, dtype=torch.float64)
     torch.testing.assert_close(pullback(weight_mF, squares), pullback(weight_mF, torch.diag(squares)))
 
 

@@ -313,7 +313,7 @@ def test_a_spectrum_of_one_value_is_solved_as_it_stands(monkeypatch: pytest.Monk
 
 
 class _Sizes:
-    """The library's solver, noting what it is given."""
+    """The library's solver, which notes the sizes of its inputs."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeline.families.geometry import Geometry
 from pipeline.kernels.heads import diagonal_blocks
-from pipeline.kernels.pivoted import Pivoted, expand
+from pipeline.kernels.pivoted import PivotedFactors, expand
 from pipeline.methods.base import Group
 from pipeline.methods.method import Moment, Solution, Statistics
 
@@ -76,7 +76,7 @@ def rebuild(solution: Solution, where: Geometry, weights: Mapping[str, Tensor]) 
         members = [role for role in weight_roles(weights) if forms.get(role, {}).get("group") == name]
         path = f"{name}.pivoted"
         whole = expand(
-            Pivoted(
+            PivotedFactors(
                 tensors[f"{path}.rows.weight"],
                 tensors[f"{path}.coefficients.weight"],
                 tensors[f"{path}.indices"].to(torch.int64),

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from manifests.errors import InputError
-from manifests.loading import parse_manifest
 from manifests.records import Curve
 from manifests.schema import Manifest
 from pipeline.families.geometry import Geometry
@@ -19,7 +18,7 @@ from pipeline.methods.base import Group, Method
 from pipeline.methods.method import Moment, Scores, Statistics
 from pipeline.methods.registry import allocate_ranks, build_methods, predict_tasks
 from pipeline.ranks.curves import from_columns
-from tests.families.geometries import llama, other
+from tests.families.geometries import llama, manifest, other
 from tests.methods.loss_aware_weights import make_statistics, make_weights
 from tests.methods.tucker_weights import rebuild as tucker_weights
 
@@ -28,21 +27,16 @@ pytestmark = pytest.mark.sample(3)
 GEOMETRIES = {"mha": llama("mha"), "gqa": llama("gqa"), "biased": llama("biased"), "opt": other("opt")}
 
 
-def manifest(*entries: dict[str, Any], keep: float | None = 0.7) -> Manifest:
-    budget = {"budget": {"keep": keep}} if keep is not None else {}
-    return parse_manifest(
-        {
-            "version": 1, "model": {"source": "m"}, "output": "o", "run_dir": "r", "methods": list(entries), **budget,
-            "calibration": {"text": {"files": ["a.txt"]}, "propagate": "dense"},
-        }
-    )  # fmt: skip
+def by_loss(*entries: dict[str, Any], keep: float | None = 0.7) -> Manifest:
+    """Return a manifest with statistics of the dense model."""
+    return manifest(*entries, keep=keep, calibration={"text": {"files": ["a.txt"]}, "propagate": "dense"})
 
 
 def problem(
     entry: dict[str, Any], where: Geometry, name: str
 ) -> tuple[Method[Any], Group[Any], dict[str, torch.Tensor], Statistics]:
     """A group of layer 0; pulled gradients are those of a metric of the outputs, one number for each."""
-    (method,) = build_methods(manifest(entry))
+    (method,) = build_methods(by_loss(entry))
     group = next(group for group in method.claims(where) if (group.layer, group.name) == (0, name))
     weights, found = make_weights(where, group.roles), make_statistics(where, group)
     moments = dict(found.moments)
@@ -175,7 +169,7 @@ def test_three_methods_share_a_budget_by_loss() -> None:
         {"method": "joint_rank_k", "allocation": "loss", "mlp": False, "weighting": "loss"},
         {"method": "loss_aware", "query_key": False, "mlp": False},
     )
-    job = manifest(*entries, keep=0.7)
+    job = by_loss(*entries, keep=0.7)
     methods = build_methods(job)
     curves = compute_curves(methods, where)
     assert allocate_ranks(job, methods, where, Scores()) == {}
@@ -191,7 +185,7 @@ def test_three_methods_share_a_budget_by_loss() -> None:
 @pytest.mark.parametrize("share", [0.3, 0.6, 1.0])
 def test_a_cache_is_shared_by_loss(share: float) -> None:
     where = llama("mha", num_hidden_layers=3)
-    job = manifest({"method": "lorc", "cache_keep": share, "allocation": "loss", "weighting": "loss"}, keep=None)
+    job = by_loss({"method": "lorc", "cache_keep": share, "allocation": "loss", "weighting": "loss"}, keep=None)
     methods = build_methods(job)
     curves = compute_curves(methods, where)
     ranks = allocate_ranks(job, methods, where, Scores(curves=curves))
@@ -213,7 +207,7 @@ def test_a_cache_is_shared_by_loss(share: float) -> None:
 )
 def test_what_does_not_go_together(entry: dict[str, Any], wanted: str) -> None:
     with pytest.raises(InputError, match=wanted):
-        manifest(entry)
+        by_loss(entry)
 
 
 # -- lestd -------------------------------------------------------------------------------------------------------------
@@ -250,4 +244,4 @@ def test_lestd_curves_say_what_is_lost(geometry: str, entry: dict[str, Any]) -> 
 
 def test_lestd_by_loss_goes_with_sizes_of_layers() -> None:
     with pytest.raises(InputError, match="allocation: loss gives each layer a size of its own"):
-        manifest({"method": "lestd", "allocation": "loss", "threshold": "model"})
+        by_loss({"method": "lestd", "allocation": "loss", "threshold": "model"})

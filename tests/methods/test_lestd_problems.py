@@ -9,12 +9,9 @@ from torch import Tensor
 
 from pipeline.methods.lestd_problems import Layout, errors_of, weighted_inputs, weighted_output
 from pipeline.methods.lestd_sizes import ProblemShape
+from tests.tensors import random
 
 D, W, H = 6, 4, 3
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def moment(*shape: int, seed: int) -> Tensor:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from manifests.errors import InputError
-from manifests.loading import parse_manifest
 from manifests.methods import LossAware
 from manifests.schema import Manifest
 from pipeline.families.geometry import Geometry
@@ -28,8 +27,9 @@ from pipeline.methods.registry import (
     predict_tasks,
 )
 from pipeline.ranks.curves import Point, from_columns, predicted_loss
-from tests.families.geometries import llama, other
+from tests.families.geometries import llama, manifest, other
 from tests.methods.loss_aware_weights import TOKENS, counted, make_statistics, make_weights, rebuild
+from tests.methods.test_by_loss import by_loss
 
 pytestmark = pytest.mark.sample(3)
 
@@ -386,15 +386,8 @@ def test_nan_is_refused(name: str) -> None:
 # -- in a job ----------------------------------------------------------------------------------------------------------
 
 
-def job(*entries: dict[str, Any], keep: float | None = 0.6) -> Manifest:
-    budget = {"budget": {"keep": keep}} if keep is not None else {}
-    text = {"text": {"files": ["a.txt"]}, "propagate": "dense"}
-    return parse_manifest(
-        {
-            "version": 1, "model": {"source": "m"}, "output": "o", "run_dir": "r", "calibration": text,
-            "methods": [{"method": "loss_aware", **entry} for entry in entries], **budget,
-        }
-    )  # fmt: skip
+def loss_aware_job(*entries: dict[str, Any], keep: float | None = 0.6) -> Manifest:
+    return by_loss(*({"method": "loss_aware", **entry} for entry in entries), keep=keep)
 
 
 def curves_of(manifest: Manifest, where: Geometry) -> dict[str, Any]:
@@ -422,7 +415,7 @@ def curves_of(manifest: Manifest, where: Geometry) -> dict[str, Any]:
     ],
 )
 def test_budgets_are_met_exactly(entries: tuple[dict[str, Any], ...], keep: float) -> None:
-    where, manifest = llama("gqa", num_hidden_layers=3), job(*entries, keep=keep)
+    where, manifest = llama("gqa", num_hidden_layers=3), loss_aware_job(*entries, keep=keep)
     curves = curves_of(manifest, where)
     methods = build_methods(manifest)
     ranks = allocate_ranks(manifest, methods, where, Scores(curves=curves))
@@ -439,8 +432,8 @@ def test_budgets_are_met_exactly(entries: tuple[dict[str, Any], ...], keep: floa
 
 def test_before_curves_are_taken_only_the_reach_is_checked() -> None:
     where = llama("gqa")
-    assert allocate_ranks(job({}), build_methods(job({})), where, Scores()) == {}
-    tight = job({}, keep=0.01)
+    assert allocate_ranks(loss_aware_job({}), build_methods(loss_aware_job({})), where, Scores()) == {}
+    tight = loss_aware_job({}, keep=0.01)
     with pytest.raises(InputError, match=r"budget\.keep: 0\.01 leaves .* reachable is 0\.[0-9]+ to 1"):
         allocate_ranks(tight, build_methods(tight), where, Scores())
 
@@ -448,10 +441,10 @@ def test_before_curves_are_taken_only_the_reach_is_checked() -> None:
 @pytest.mark.slow
 def test_more_budget_never_costs_more() -> None:
     where = llama("gqa", num_hidden_layers=2)
-    curves = curves_of(job({}), where)
+    curves = curves_of(loss_aware_job({}), where)
     losses = []
     for keep in (0.3, 0.5, 0.7, 0.9, 1.0):
-        manifest = job({}, keep=keep)
+        manifest = loss_aware_job({}, keep=keep)
         ranks = allocate_ranks(manifest, build_methods(manifest), where, Scores(curves=curves))
         losses.append(predicted_loss(curves, ranks))
     assert losses == sorted(losses, reverse=True)
@@ -459,15 +452,9 @@ def test_more_budget_never_costs_more() -> None:
 
 
 def test_entries_that_share_a_budget_go_by_the_same() -> None:
-    manifest = parse_manifest(
-        {
-            "version": 1, "model": {"source": "m"}, "output": "o", "run_dir": "r", "budget": {"keep": 0.6},
-            "calibration": {"text": {"files": ["a.txt"]}, "propagate": "dense"},
-            "methods": [{"method": "loss_aware", "mlp": False}, {"method": "flat_llm", "attention": False}],
-        }
-    )  # fmt: skip
+    job = by_loss({"method": "loss_aware", "mlp": False}, {"method": "flat_llm", "attention": False}, keep=0.6)
     with pytest.raises(InputError, match=r"methods\.1: shares a budget with methods\.0, whose ranks follow predicted"):
-        allocate_ranks(manifest, build_methods(manifest), llama("gqa"), Scores(dict.fromkeys(range(6), 1.0)))
+        allocate_ranks(job, build_methods(job), llama("gqa"), Scores(dict.fromkeys(range(6), 1.0)))
 
 
 def test_off_parts_are_not_claimed() -> None:
@@ -481,7 +468,6 @@ def test_off_parts_are_not_claimed() -> None:
 
 @pytest.mark.parametrize("calibration", [None, {"text": {"files": ["a.txt"]}, "propagate": "compressed"}])
 def test_text_and_dense_statistics_are_needed(calibration: dict[str, Any] | None) -> None:
-    fields = {"version": 1, "model": {"source": "m"}, "output": "o", "run_dir": "r", "budget": {"keep": 0.6}}
     wanted = "calibration is needed" if calibration is None else r"set calibration\.propagate: dense"
     with pytest.raises(InputError, match=rf"methods\.0 \(loss_aware\) follows .*{wanted}"):
-        parse_manifest({**fields, "calibration": calibration, "methods": [{"method": "loss_aware"}]})
+        manifest({"method": "loss_aware"}, keep=0.6, calibration=calibration)

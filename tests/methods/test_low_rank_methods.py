@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 from manifests.errors import InputError
-from manifests.loading import parse_manifest
 from manifests.methods import LoRC
 from manifests.records import FormSpec
-from manifests.schema import Manifest
 from pipeline.families.geometry import Geometry
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.base import Method
 from pipeline.methods.method import Moment, Scores, Solution, Statistics
 from pipeline.methods.registry import allocate_ranks, build_methods, claim_tasks
+from tests.families.geometries import manifest
 
 D, d, N = 24, 4, 40
 
@@ -29,12 +28,6 @@ def geometry(heads: int = 6, kv_heads: int = 2, **config: Any) -> Geometry:
     sizes = {"hidden_size": D, "head_dim": d, "intermediate_size": N, "num_hidden_layers": 3, "vocab_size": 11}
     heads_of = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
     return geometry_of(standard_config({"model_type": "llama", **sizes, **heads_of, **config}))
-
-
-def manifest(*methods: dict[str, Any], **fields: Any) -> Manifest:
-    return parse_manifest(
-        {"version": 1, "model": {"source": "m"}, "output": "o", "run_dir": "r", "methods": list(methods), **fields}
-    )
 
 
 def solve(

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from manifests.errors import InputError
-from manifests.loading import parse_manifest
 from manifests.method_entry import WIDE
 from manifests.schema import Manifest
 from pipeline.families.geometry import Geometry
@@ -16,7 +15,7 @@ from pipeline.methods.loss_aware.shapes import Shape
 from pipeline.methods.method import Scores
 from pipeline.methods.registry import allocate_ranks, build_methods, claim_tasks
 from pipeline.ranks.curves import from_columns
-from tests.families.geometries import llama, other
+from tests.families.geometries import llama, manifest, other
 from tests.methods.loss_aware_weights import make_statistics, make_weights
 from tests.methods.test_registry import LLAMA2_7B, stored
 
@@ -29,18 +28,8 @@ BY_RATIO: dict[str, dict[str, Any]] = {
 }
 
 
-def manifest(*entries: dict[str, Any], **budget: Any) -> Manifest:
-    return parse_manifest(
-        {
-            "version": 1,
-            "model": {"source": "/models/dense"},
-            "output": "/checkpoints/small",
-            "run_dir": "/scratch/small",
-            "budget": budget or None,
-            "calibration": {"text": {"files": ["a.txt"]}},
-            "methods": [*entries],
-        }
-    )
+def budgeted(*entries: dict[str, Any], **budget: Any) -> Manifest:
+    return manifest(*entries, budget=budget or None, calibration={"text": {"files": ["a.txt"]}})
 
 
 def chosen(job: Manifest, geometry: Geometry) -> dict[str, dict[str, int]]:
@@ -61,7 +50,7 @@ def ranks_and_caps(job: Manifest, geometry: Geometry) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("name", BY_RATIO)
 @pytest.mark.parametrize(("multiple", "keep"), [(32, 0.8), (64, 0.7)])
 def test_ranks_are_multiples_and_the_budget_holds(name: str, multiple: int, keep: float) -> None:
-    job = manifest(BY_RATIO[name], keep=keep if name != "lorc" else 0.9, multiple=multiple)
+    job = budgeted(BY_RATIO[name], keep=keep if name != "lorc" else 0.9, multiple=multiple)
     pairs = ranks_and_caps(job, LLAMA2_7B)
     assert all(rank % multiple == 0 or rank == cap for rank, cap in pairs)
     assert any(rank % multiple == 0 and rank < cap for rank, cap in pairs)
@@ -81,17 +70,17 @@ def test_ranks_are_multiples_and_the_budget_holds(name: str, multiple: int, keep
 @pytest.mark.parametrize("name", BY_RATIO)
 def test_wide_models_have_multiples_of_16_unless_told_otherwise(name: str) -> None:
     assert LLAMA2_7B.hidden >= WIDE > llama().hidden
-    wide = ranks_and_caps(manifest(BY_RATIO[name], keep=0.8 if name != "lorc" else 0.9), LLAMA2_7B)
+    wide = ranks_and_caps(budgeted(BY_RATIO[name], keep=0.8 if name != "lorc" else 0.9), LLAMA2_7B)
     assert all(rank % 16 == 0 or rank == cap for rank, cap in wide)
-    exact = ranks_and_caps(manifest(BY_RATIO[name], keep=0.8 if name != "lorc" else 0.9, multiple=1), LLAMA2_7B)
+    exact = ranks_and_caps(budgeted(BY_RATIO[name], keep=0.8 if name != "lorc" else 0.9, multiple=1), LLAMA2_7B)
     assert any(rank % 16 for rank, cap in exact if rank < cap)
-    (method,) = build_methods(manifest(BY_RATIO[name], keep=0.8))
+    (method,) = build_methods(budgeted(BY_RATIO[name], keep=0.8))
     assert {variable.multiple for variable in method.rank_variables(llama())} == {1}
 
 
 def test_an_entry_s_rank_multiple_goes_before_the_budget_s() -> None:
     first, second = {"layers": [0], "rank_multiple": 4}, {"layers": "last:5"}
-    job = manifest({"method": "flat_llm", **first}, {"method": "flat_llm", **second}, keep=0.8, multiple=8)
+    job = budgeted({"method": "flat_llm", **first}, {"method": "flat_llm", **second}, keep=0.8, multiple=8)
     one, other = build_methods(job)
     assert {variable.multiple for variable in one.rank_variables(llama())} == {4}
     assert {variable.multiple for variable in other.rank_variables(llama())} == {8}
@@ -101,7 +90,7 @@ def test_an_entry_s_rank_multiple_goes_before_the_budget_s() -> None:
 def test_a_default_multiple_of_experts_is_no_number_of_the_model(shapes: str, decides: int | None) -> None:
     """Widths of one shape have another default than other ranks, so that it is another job than the same number."""
     document = {"method": "loss_aware", "shapes": shapes}
-    (usual,), (given,) = (manifest(entry, keep=0.8).methods for entry in (document, {**document, "rank_multiple": 8}))
+    (usual,), (given,) = (budgeted(entry, keep=0.8).methods for entry in (document, {**document, "rank_multiple": 8}))
     assert usual.deciding_multiple(64) == decides
     assert given.deciding_multiple(64) == 8
 
@@ -109,7 +98,7 @@ def test_a_default_multiple_of_experts_is_no_number_of_the_model(shapes: str, de
 @pytest.mark.parametrize(("bits", "multiple"), [(16, 8), (32, 4)])
 def test_rows_of_one_shape_are_multiples_of_16_bytes(bits: int, multiple: int) -> None:
     geometry = other("qwen3_moe", bits)  # experts of 24 channels
-    job = manifest({"method": "loss_aware", "shapes": "stock"}, keep=0.8)
+    job = budgeted({"method": "loss_aware", "shapes": "stock"}, keep=0.8)
     (method,) = build_methods(job)
     (group,) = method.groups(geometry.layers[0])
     assert isinstance(group, Shape)
@@ -120,7 +109,7 @@ def test_rows_of_one_shape_are_multiples_of_16_bytes(bits: int, multiple: int) -
 def test_padding_of_the_shared_expert_is_no_number_of_routed_ones(scope: str, padding: int) -> None:
     """An export of 16 of 24 channels pads a shared expert of 24 to two of 16: 8 channels of three rows of 48."""
     layer = other("deepseek_v3").layers[1]
-    (method,) = build_methods(manifest({"method": "loss_aware", "shapes": "stock"}, keep=0.8, scope=scope))
+    (method,) = build_methods(budgeted({"method": "loss_aware", "shapes": "stock"}, keep=0.8, scope=scope))
     group = next(group for group in method.groups(layer) if group.name == "experts")
     assert isinstance(group, Shape)
     assert group.counted_numbers(6, 16) - group.numbers(6, 16) == padding * 8 * 3 * 48
@@ -131,7 +120,7 @@ def test_padding_of_the_shared_expert_is_no_number_of_routed_ones(scope: str, pa
 def test_a_share_of_the_cache_in_multiples(allocation: str, share: float, multiple: int) -> None:
     """Latents that a quantised cache can group: never more than the share together, and within a step of it."""
     entry = {"method": "lorc", "cache_keep": share, "allocation": allocation}
-    job = manifest(entry, multiple=multiple)
+    job = budgeted(entry, multiple=multiple)
     methods = build_methods(job)
     measured = {f"{layer}/0/condition": {"log_condition": [1.0 + layer, 2.0]} for layer in range(32)}
     ranks = allocate_ranks(job, methods, LLAMA2_7B, Scores(measured=measured))
@@ -142,16 +131,16 @@ def test_a_share_of_the_cache_in_multiples(allocation: str, share: float, multip
 
 
 def test_a_share_of_the_cache_below_one_step_is_refused() -> None:
-    job = manifest({"method": "lorc", "cache_keep": 0.01}, multiple=64)
+    job = budgeted({"method": "lorc", "cache_keep": 0.01}, multiple=64)
     with pytest.raises(InputError, match=r"cache_keep: 0\.01 of 4096 cached numbers is less than .* 64; give at least"):
         claim_tasks(build_methods(job), LLAMA2_7B)
 
 
 def test_a_budget_may_give_the_multiple_alone() -> None:
-    job = manifest({"method": "flat_llm", "keep": 0.5}, multiple=8)
+    job = budgeted({"method": "flat_llm", "keep": 0.5}, multiple=8)
     assert all(rank % 8 == 0 or rank == cap for rank, cap in ranks_and_caps(job, llama()))
     with pytest.raises(InputError, match=r"budget: missing; give budget\.keep"):
-        chosen(manifest({"method": "flat_llm"}, multiple=8), llama())
+        chosen(budgeted({"method": "flat_llm"}, multiple=8), llama())
 
 
 def test_tucker_ranks_are_multiples() -> None:
@@ -176,7 +165,7 @@ def test_a_tucker_core_wants_no_more_than_its_multiples_allow() -> None:
 @pytest.mark.parametrize("part", ["query_key", "attention", "mlp"])
 def test_every_point_of_loss_aware_is_at_multiples(part: str) -> None:
     where = llama("gqa")
-    (method,) = build_methods(manifest({"method": "loss_aware"}, keep=0.8, multiple=4))
+    (method,) = build_methods(budgeted({"method": "loss_aware"}, keep=0.8, multiple=4))
     group = next(group for group in method.claims(where) if group.name == part)
     statistics, weights = make_statistics(where, group), make_weights(where, group.roles)
     points = from_columns(group.with_data(weights, statistics).curve())

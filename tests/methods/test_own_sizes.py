@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from manifests.errors import InputError
-from manifests.loading import parse_manifest
 from manifests.records import Curve
 from manifests.schema import Manifest
 from manifests.sweep import parse_sweep
@@ -25,7 +24,7 @@ from pipeline.methods.method import Scores
 from pipeline.methods.registry import allocate_ranks, build_methods
 from pipeline.methods.rounded_size import numbers_of_bytes
 from tests import factories
-from tests.families.geometries import llama
+from tests.families.geometries import llama, manifest
 from tests.methods.test_registry import stored
 
 pytestmark = pytest.mark.sample(8)
@@ -72,26 +71,15 @@ REFUSED = re.compile(
 )
 
 
-def manifest(methods: list[dict[str, Any]], budget: dict[str, Any] | None, **fields: Any) -> Manifest:
-    return parse_manifest(
-        {
-            "version": 1,
-            "model": {"source": "m"},
-            "output": "o",
-            "run_dir": "r",
-            "budget": budget,
-            "calibration": {"text": {"files": ["t"]}},
-            "methods": methods,
-            **fields,
-        }
-    )
+def sized(methods: list[dict[str, Any]], budget: dict[str, Any] | None, **fields: Any) -> Manifest:
+    return manifest(methods=methods, budget=budget, calibration={"text": {"files": ["t"]}}, **fields)
 
 
 def asked(methods: list[dict[str, Any]], kind: str, share: float) -> Manifest:
     """With a budget of this kind in BUDGETS."""
     block = BUDGETS[kind]
     budget = {block["budget"]: share, "scope": block.get("scope", "decoder")}
-    return manifest(methods, budget, quantize=block.get("quantize"))
+    return sized(methods, budget, quantize=block.get("quantize"))
 
 
 def scores_of(job: Manifest, geometry: Geometry) -> Scores:
@@ -173,20 +161,20 @@ def test_beside_an_entry_that_follows_the_budget(name: str, kind: str) -> None:
 )
 def test_both_numbers_are_said_and_the_second_is_enough(methods: list[dict[str, Any]], takes: float) -> None:
     with pytest.raises(InputError) as raised:
-        fit_methods(manifest(methods, {"keep": 0.5}), GEOMETRY)
+        fit_methods(sized(methods, {"keep": 0.5}), GEOMETRY)
     found = REFUSED.search(str(raised.value))
     assert found, str(raised.value)
     said = float(found["takes"])
     assert takes < said < 1.0
-    fit_methods(manifest(methods, {"keep": said}), GEOMETRY)
+    fit_methods(sized(methods, {"keep": said}), GEOMETRY)
     with pytest.raises(InputError):
-        fit_methods(manifest(methods, {"keep": said - 0.002}), GEOMETRY)
+        fit_methods(sized(methods, {"keep": said - 0.002}), GEOMETRY)
 
 
 @pytest.mark.parametrize("entry", [{"method": "loss_aware", "keep": 0.8}, {**LATENT, **BY_LOSS}])
 def test_a_limit_of_the_loss_needs_a_size_to_choose(entry: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=r"budget\.max_loss: 0\.1 has no size to choose.*\(methods\.0\)"):
-        fit_methods(manifest([entry], {"max_loss": 0.1}), GEOMETRY)
+        fit_methods(sized([entry], {"max_loss": 0.1}), GEOMETRY)
 
 
 def test_ranks_that_are_not_known_yet_count_as_the_most_that_they_may_store() -> None:
@@ -194,10 +182,10 @@ def test_ranks_that_are_not_known_yet_count_as_the_most_that_they_may_store() ->
     for allocation in ("progressive", "loss"):
         entry = {**LATENT, "allocation": allocation}
         with pytest.raises(InputError) as raised:
-            fit_methods(manifest([entry], {"keep": 0.1}), GEOMETRY)
+            fit_methods(sized([entry], {"keep": 0.1}), GEOMETRY)
         found = REFUSED.search(str(raised.value))
         assert found, str(raised.value)
-        job = manifest([entry], {"keep": min(1.0, float(found["takes"]))})
+        job = sized([entry], {"keep": min(1.0, float(found["takes"]))})
         ranks = allocate_ranks(job, build_methods(job), GEOMETRY, scores_of(job, GEOMETRY))
         assert stored(job, GEOMETRY, ranks) <= float(found["takes"]) * GEOMETRY.decoder_numbers()
 
@@ -206,10 +194,10 @@ def test_chosen_bits_beside_a_cache_of_its_own() -> None:
     """The entry may take the most bits: that is what is counted before curves are taken."""
     entry = {**LATENT, **BY_LOSS, "weighting": "loss"}
     quantize, skip = {"bits": "auto"}, ["q", "gate", "up", "down"]
-    fits = manifest([entry], {"bytes": 0.99}, quantize={**quantize, "skip": skip})
+    fits = sized([entry], {"bytes": 0.99}, quantize={**quantize, "skip": skip})
     fit_methods(fits, GEOMETRY)
     with pytest.raises(InputError, match=r"budget\.bytes: 0\.6 is out of reach"):
-        fit_methods(manifest([entry], {"bytes": 0.6}, quantize={**quantize, "skip": skip}), GEOMETRY)
+        fit_methods(sized([entry], {"bytes": 0.6}, quantize={**quantize, "skip": skip}), GEOMETRY)
 
 
 def test_every_point_of_a_sweep() -> None:
@@ -236,6 +224,6 @@ def test_every_point_of_a_sweep() -> None:
 def test_a_plan_of_a_config_refuses_too(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(factories.make_config("llama").to_dict()))
-    job = manifest([{"method": "flat_llm", "keep": 0.9}], {"keep": 0.5})
+    job = sized([{"method": "flat_llm", "keep": 0.9}], {"keep": 0.5})
     with pytest.raises(InputError, match=r"is out of reach: the stored tensors take 0\.9"):
         plan_report(job, config, RateSource(gpu="H200"))

@@ -15,28 +15,18 @@ from pipeline.families.geometry import Geometry
 from pipeline.methods.method import Scores
 from pipeline.methods.registry import allocate_ranks, build_methods
 from pipeline.methods.rounded_size import numbers_of_bytes
-from tests.families.geometries import llama
+from tests.families.geometries import llama, manifest
 
 
 def wide(**sizes: Any) -> Geometry:
     return llama(**{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, **sizes})
 
 
-def manifest(
+def of_bytes(
     share: float, quantize: dict[str, Any] | None, *methods: dict[str, Any], scope: str = "decoder"
 ) -> Manifest:
-    return parse_manifest(
-        {
-            "version": 1,
-            "model": {"source": "m"},
-            "output": "o",
-            "run_dir": "r",
-            "budget": {"bytes": share, "scope": scope},
-            "quantize": quantize,
-            "calibration": {"text": {"files": ["t"]}},
-            "methods": [*methods],
-        }
-    )
+    budget, calibration = {"bytes": share, "scope": scope}, {"text": {"files": ["t"]}}
+    return manifest(methods=[*methods], budget=budget, calibration=calibration, quantize=quantize)
 
 
 def share_of_bytes(job: Manifest, geometry: Geometry, keep: float) -> float:
@@ -68,11 +58,11 @@ def counted(geometry: Geometry, bits: int, group: int, scope: str = "decoder") -
 def test_rounding_alone_takes_what_is_counted(sizes: dict[str, Any], bits: int, scope: str) -> None:
     geometry = wide(**sizes)
     quantize, true = {"bits": bits, "group": 32}, counted(geometry, bits, 32, scope)
-    found = share_of_bytes(manifest(0.5, quantize, scope=scope), geometry, 1.0)
+    found = share_of_bytes(of_bytes(0.5, quantize, scope=scope), geometry, 1.0)
     assert true <= found < true * 1.02  # shapes of two matrices a role, where one may do
     fits, short = (
-        manifest(min(1.0, found * 1.0001), quantize, scope=scope),
-        manifest(true * 0.99, quantize, scope=scope),
+        of_bytes(min(1.0, found * 1.0001), quantize, scope=scope),
+        of_bytes(true * 0.99, quantize, scope=scope),
     )
     assert allocate_ranks(fits, build_methods(fits), geometry, Scores())
     with pytest.raises(InputError, match=r"budget\.bytes: .* is out of reach: the stored tensors take 0\.\d+"):
@@ -81,10 +71,10 @@ def test_rounding_alone_takes_what_is_counted(sizes: dict[str, Any], bits: int, 
 
 def test_a_scale_for_each_row_is_not_counted_ahead() -> None:
     with pytest.raises(InputError, match=r"budget\.bytes counts a scale for each group"):
-        manifest(0.5, {"bits": 8, "group": None}, {"method": "flat_llm"})
+        of_bytes(0.5, {"bits": 8, "group": None}, {"method": "flat_llm"})
     with pytest.raises(InputError, match="give either `keep`, `bytes`, `max_loss` or `fit`, and not keep and bytes"):
         parse_manifest(
-            {**manifest(0.5, None, {"method": "flat_llm"}).model_dump(), "budget": {"keep": 0.5, "bytes": 0.5}}
+            {**of_bytes(0.5, None, {"method": "flat_llm"}).model_dump(), "budget": {"keep": 0.5, "bytes": 0.5}}
         )
 
 
@@ -92,11 +82,11 @@ def test_what_is_out_of_reach_is_said_in_bytes() -> None:
     """And the share that it names is reachable, and hardly more than need be."""
     quantize, method = {"bits": 4, "group": 32}, {"method": "flat_llm"}
     for share in (0.001, 0.1):
-        job = manifest(share, quantize, method)
+        job = of_bytes(share, quantize, method)
         with pytest.raises(InputError, match=rf"budget\.bytes: {share:g} leaves .* reachable is 0\.\d+ to 1") as raised:
             allocate_ranks(job, build_methods(job), wide(), Scores({0: 1.0, 1: 1.0}))
         named = float(re.search(r"reachable is (\S+) to", str(raised.value)).group(1))  # type: ignore[union-attr]
-        enough, short = manifest(named, quantize, method), manifest(named - 0.001, quantize, method)
+        enough, short = of_bytes(named, quantize, method), of_bytes(named - 0.001, quantize, method)
         assert allocate_ranks(enough, build_methods(enough), wide(), Scores({0: 1.0, 1: 1.0}))
         with pytest.raises(InputError):
             allocate_ranks(short, build_methods(short), wide(), Scores({0: 1.0, 1: 1.0}))

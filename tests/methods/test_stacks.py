@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.kernels.pivoted import Pivoted, expand
+from pipeline.kernels.pivoted import PivotedFactors, expand
 from pipeline.methods.loss_aware.stacks import Stack
 
 GENERATOR = torch.Generator().manual_seed(3)
@@ -45,7 +45,7 @@ def test_joint_factors_give_the_rows_of_the_product() -> None:
 def test_pivoted_rows_give_the_product() -> None:
     tensors, forms = stack(pivoted=True).store(PARTS, FIRST.double(), SECOND.double())
     path = "query_key.pivoted"
-    form = Pivoted(
+    form = PivotedFactors(
         indices=tensors[f"{path}.indices"].long(),
         rows=tensors[f"{path}.rows.weight"],
         coefficients=tensors[f"{path}.coefficients.weight"],

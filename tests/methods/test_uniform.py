@@ -13,7 +13,7 @@ from pipeline.methods.registry import allocate_ranks, build_methods
 from pipeline.methods.registry import predict_tasks as predicted
 from pipeline.ranks.curves import Point, choose, from_columns, predicted_loss, summed, to_columns
 from tests.families.geometries import llama
-from tests.methods.test_multiples import manifest
+from tests.methods.test_multiples import budgeted
 from tests.methods.test_registry import LLAMA2_7B, stored
 
 
@@ -21,7 +21,7 @@ from tests.methods.test_registry import LLAMA2_7B, stored
 @pytest.mark.parametrize("entry", [{}, {"allocation": "uniform", "query_key": "head_pca"}, {"mlp": False}])
 def test_one_rank_for_all_layers(keep: float, entry: dict[str, Any]) -> None:
     keep = keep if entry != {"mlp": False} else 1 - (1 - keep) / 4
-    job = manifest({"method": "flat_llm", "uniform": True, **entry}, keep=keep)
+    job = budgeted({"method": "flat_llm", "uniform": True, **entry}, keep=keep)
     (method,) = build_methods(job)
     assert method.scores == frozenset()
     ranks = allocate_ranks(job, (method,), LLAMA2_7B, Scores())
@@ -42,7 +42,7 @@ def test_one_rank_for_all_layers(keep: float, entry: dict[str, Any]) -> None:
 def test_by_loss_it_is_the_best_common_rank() -> None:
     """Against every common pair of ranks that fits."""
     where = llama()
-    job = manifest({"method": "flat_llm", "uniform": True, "allocation": "loss"}, keep=0.8)
+    job = budgeted({"method": "flat_llm", "uniform": True, "allocation": "loss"}, keep=0.8)
     (method,) = methods = build_methods(job)
     curves = {}
     for task in predicted(methods, where):
@@ -83,4 +83,4 @@ def test_curves_add_up_at_the_ranks_they_share() -> None:
 @pytest.mark.parametrize("entry", [{"layers": "last:2"}, {"ranks": {"mlp": 9}}])
 def test_what_uniform_does_not_go_with(entry: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=re.escape("uniform goes with layers: all, and with a budget")):
-        manifest({"method": "flat_llm", "uniform": True, **entry}, keep=0.8)
+        budgeted({"method": "flat_llm", "uniform": True, **entry}, keep=0.8)

@@ -1,4 +1,4 @@
-"""What a command imports before it has something to compute: modules, as seconds depend on the machine."""
+"""The modules that a command imports before it computes. Modules, because seconds depend on the machine."""
 
 from __future__ import annotations
 

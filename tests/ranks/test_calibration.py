@@ -8,7 +8,7 @@ import random
 import pytest
 from scipy.interpolate import PchipInterpolator
 
-from pipeline.ranks.calibration import MOST, CalibratedLoss, blocks_of, loss_ratios, other_sizes
+from pipeline.ranks.calibration import MOST, CalibratedLoss, loss_ratios, other_sizes, runs_of_layers
 
 MEASURED = {  # `loss_aware`, keep -> (predicted, measured), held-out text of 16,320 tokens
     "babyllama-361": {
@@ -73,7 +73,7 @@ def test_sizes_that_are_measured_span_the_range(size: int, others: tuple[int, in
 )
 def test_blocks_of_layers_are_about_equal(count: int, sizes: list[int]) -> None:
     layers = [10 + number for number in range(count)]
-    blocks = blocks_of(layers)
+    blocks = runs_of_layers(layers)
     assert [len(block) for block in blocks] == sizes
     assert [layer for block in blocks for layer in block] == layers
 

@@ -1,4 +1,4 @@
-"""What a report reads from a run directory."""
+"""The data that a report reads from a run directory."""
 
 from __future__ import annotations
 

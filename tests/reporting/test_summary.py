@@ -1,4 +1,4 @@
-"""What a person sees at the end of a job, in a narrow and in a wide terminal."""
+"""The summary at the end of a job, in a narrow and in a wide terminal."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ from pipeline.rounding.choices import UNDERSTATED, _Predictor, gradient_moments,
 from pipeline.rounding.solutions import Feedbacks, input_moments, multiplied, round_solution
 from tests.families.geometries import llama
 from tests.methods.loss_aware_weights import features, make_statistics, make_weights
+from tests.tensors import random
 
 ROWS, COLUMNS, TOKENS = 96, 64, 500
 RANKS = (16, 32, COLUMNS)
@@ -34,13 +35,9 @@ QUANTIZE = Quantize(bits="auto", group=32)
 LAYER = llama("gqa", bits=32).layers[0]
 
 
-def _random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-WEIGHT = _random(ROWS, COLUMNS, seed=1).float()
-INPUTS = _random(TOKENS, COLUMNS, seed=2) * torch.linspace(0.2, 2.0, COLUMNS, dtype=torch.float64)
-FELT = _random(ROWS, ROWS, seed=3) * 0.1
+WEIGHT = random(ROWS, COLUMNS, seed=1).float()
+INPUTS = random(TOKENS, COLUMNS, seed=2) * torch.linspace(0.2, 2.0, COLUMNS, dtype=torch.float64)
+FELT = random(ROWS, ROWS, seed=3) * 0.1
 
 
 def with_rounding(group: Group[Any], layer: LayerGeometry) -> Group[Any]:
@@ -131,7 +128,7 @@ def test_a_part_of_the_sample_predicts_the_losses_of_codes(monkeypatch: pytest.M
     group = next(group for group in method.claims(where) if group.name == "mlp")
     asked, tokens = with_rounding(group, where.layers[0]), 8000
     weights = make_weights(where, group.roles)
-    inputs_TD = _random(tokens, 64, seed=1) * torch.logspace(0, -1, 64, dtype=torch.float64)
+    inputs_TD = random(tokens, 64, seed=1) * torch.logspace(0, -1, 64, dtype=torch.float64)
     gate_TN, up_TN = (8.0 * inputs_TD @ weights[f"{role}.weight"].T for role in ("gate", "up"))
     hidden_TN = torch.nn.functional.silu(gate_TN / 8.0) * up_TN / 8.0
     found = {
@@ -179,7 +176,7 @@ def test_what_cut_layers_read_is_said_per_token(method: LossAwareMethod | FlatLL
         writers = tuple(role for role in group.roles if LAYER.matrices[role].writes_stream)
         needed = input_moments(writers, LAYER.reads)
         for moment in needed:
-            values = _random(TOKENS, features(where, moment), seed=5)
+            values = random(TOKENS, features(where, moment), seed=5)
             found = Statistics({moment: (values.T @ values)[None], **found.moments}, found.tokens)
         solution = group.with_data(weights, found).solve({**ranks, "query_key": 8})
         for role, read in solution.inputs.items():
@@ -220,7 +217,7 @@ def test_errors_of_a_first_factor_count_together() -> None:
     """Where the loss feels outputs together, an error that many have is not the sum of what it is of each: beside the
     exact ½ tr(G Δ C Δᵀ), with G whole, of which a part is known."""
     rank, roles = 32, ("q", "k")
-    dense = {f"{role}.weight": _random(ROWS, COLUMNS, seed=seed) for role, seed in (("q", 1), ("k", 4))}
+    dense = {f"{role}.weight": random(ROWS, COLUMNS, seed=seed) for role, seed in (("q", 1), ("k", 4))}
     stacked = torch.cat(list(dense.values()))
     _, _, right = torch.linalg.svd(stacked, full_matrices=False)
     shared = stacked @ right[:4].T  # the loss feels the outputs of a few directions of what is read

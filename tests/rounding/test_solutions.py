@@ -11,18 +11,15 @@ from manifests.records import FormSpec
 from pipeline.methods.method import Moment, Solution
 from pipeline.rounding.solutions import multiplied, round_solution
 from tests.families.geometries import llama
+from tests.tensors import random
 
 READS = llama("gqa").layers[0].reads | {"experts.3.gate": "mlp.in", "experts.3.down": "experts.3.down.in"}
 ROWS, COLUMNS, RANK = 48, 64, 32
 
 
-def drawn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-WEIGHT = drawn(ROWS, COLUMNS, seed=1)
-INPUTS = drawn(40, COLUMNS, seed=2) @ drawn(COLUMNS, COLUMNS, seed=3)
-FACTORS = drawn(RANK, COLUMNS, seed=4), drawn(ROWS, RANK, seed=5)
+WEIGHT = random(ROWS, COLUMNS, seed=1)
+INPUTS = random(40, COLUMNS, seed=2) @ random(COLUMNS, COLUMNS, seed=3)
+FACTORS = random(RANK, COLUMNS, seed=4), random(ROWS, RANK, seed=5)
 
 
 def rounded(role: str, shrinkage: float, moment: Tensor, rank: int | None = None) -> Tensor:

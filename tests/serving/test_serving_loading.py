@@ -21,10 +21,17 @@ from transformers.dynamic_module_utils import get_relative_import_files
 import lamina
 from lamina import MODELLING_FILES, LaminaForCausalLM, LaminaModel, modelling_source
 from lamina.block_lamina import BLOCK_DEFAULTS
+from lamina.factored_lamina import stored_state
+from tests.serving import serving_factors as kinds
 from tests.serving.serving_compressed import MIXED, compress, forms_for
+from tests.serving.serving_factors import factorise, forms_of
 from tests.serving.serving_sources import SOURCES, build, describe, make_source, padded_batch
 
 SAVED = ("llama-gqa", "qwen2-tied", "opt-tied", "gptj")
+# Every form of factors once: low_rank; joint and latent; tucker. head_pca, pruned and head_low_rank are in MIXED.
+ROTARY = [kinds.low_rank, kinds.latent_keys_absorbed_values, kinds.tucker_sparse]
+OTHERS = [kinds.joint, kinds.tucker_own_output, kinds.latent_both]
+FACTORED = {"llama-gqa": ROTARY, "qwen2-tied": ROTARY, "gptj": [kinds.joint_head, *OTHERS[1:]], "opt-tied": ROTARY}
 
 
 def copy_modelling_files(folder: Path) -> None:
@@ -42,11 +49,24 @@ def test_the_modelling_files_are_what_transformers_copies() -> None:
     assert needed >= {Path(path) for path in get_relative_import_files(package / "configuration_lamina.py")}
 
 
-def write_checkpoint(folder: Path, name: str) -> None:
+def write_mixed(folder: Path, name: str) -> None:
     """Write the mixed forms of a source."""
     source = make_source(name)
     forms = forms_for(source.config, MIXED)
     save_checkpoint(folder, source.config, compress(source.config, source.state_dict(), forms)[0], forms)
+
+
+def write_factored(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> None:
+    """As the compress side writes it, with buffers that old versions of the library stored with each layer."""
+    source = make_source(name)
+    forms = forms_of(source.config, FACTORED[name], 0.5)
+    tensors, _ = factorise(source.config, source.state_dict(), forms)
+    prefix = f"{describe(source.config)['block']['layers']}.1."
+    attention = describe(source.config)["block"]["modules"]["q"].rpartition(".")[0]
+    old = {"bias": torch.ones(1, 1, 8, 8, dtype=torch.uint8), "masked_bias": torch.tensor(-1e9)}
+    old["rotary_emb.inv_freq"] = torch.ones(4)
+    buffers = {f"{prefix}{attention}.{key}": tensor for key, tensor in old.items()}
+    save_checkpoint(folder, source.config, tensors, forms, dtype, buffers)
 
 
 def save_checkpoint(
@@ -78,8 +98,20 @@ def save_checkpoint(
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("checkpoints")
     for name in SAVED:
-        write_checkpoint(root / name, name)
+        write_mixed(root / name, name)
     return root
+
+
+@pytest.fixture(scope="module")
+def factored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("factored")
+    for name in FACTORED:
+        write_factored(root / name, name)
+    return root
+
+
+def expected_of(folder: Path) -> dict[str, Any]:
+    return load_file(folder / "expected.safetensors")
 
 
 def load(folder: Path, auto: Any = AutoModelForCausalLM, **options: Any) -> Any:
@@ -95,7 +127,7 @@ def load(folder: Path, auto: Any = AutoModelForCausalLM, **options: Any) -> Any:
 @pytest.mark.parametrize("name", SAVED)
 def test_installed_package_loads_without_remote_code(name: str, checkpoints: Path) -> None:
     model = load(checkpoints / name)
-    expected = load_file(checkpoints / name / "expected.safetensors")
+    expected = expected_of(checkpoints / name)
     with torch.no_grad():
         logits = model(expected["ids"], attention_mask=expected["mask"]).logits
         assert torch.equal(logits, expected["logits"])
@@ -105,12 +137,17 @@ def test_installed_package_loads_without_remote_code(name: str, checkpoints: Pat
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_bfloat16(name: str, checkpoints: Path) -> None:
-    model = load(checkpoints / name, dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("kind", "core_format"), [("checkpoints", "dense"), ("factored", "dense"), ("factored", "csr")]
+)
+def test_bfloat16(name: str, kind: str, core_format: str, request: pytest.FixtureRequest) -> None:
+    folder = request.getfixturevalue(kind) / name
+    model = load(folder, dtype=torch.bfloat16, core_format=core_format)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert {t.dtype for key, t in model.state_dict().items() if key.endswith("mask")} <= {torch.uint8}
     if model.base_model.rotary_emb is not None:
         assert model.base_model.rotary_emb.inv_freq.dtype == torch.float32
-    expected = load_file(checkpoints / name / "expected.safetensors")
+    expected = expected_of(folder)
     mask_BT = expected["mask"].bool()
     with torch.no_grad():
         logits = model(expected["ids"], attention_mask=expected["mask"]).logits
@@ -127,7 +164,7 @@ def test_device_map_splits_between_layers(checkpoints: Path, tmp_path: Path) -> 
     del device_map["model.layers"]
     device_map |= {"model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "cpu"}
     model = load(folder, device_map=device_map, offload_folder=tmp_path)
-    expected = load_file(folder / "expected.safetensors")
+    expected = expected_of(folder)
     assert model.model.layers[1].self_attn.q_proj.head_second.weight.is_meta  # the factors of layer 1 stay on disk
     with torch.no_grad():
         assert torch.equal(model(expected["ids"], attention_mask=expected["mask"]).logits, expected["logits"])
@@ -228,18 +265,16 @@ print("loaded", len(list(root.iterdir())))
 
 
 @pytest.mark.slow
-def test_code_in_the_checkpoint_is_enough(checkpoints: Path, tmp_path: Path) -> None:
-    load_without_the_package(checkpoints, tmp_path)
-
-
-def load_without_the_package(checkpoints: Path, folder: Path) -> None:
-    """Load checkpoints in a process that cannot import lamina. It prints no warning of weights or configurations."""
+@pytest.mark.parametrize("kind", ["checkpoints", pytest.param("factored", marks=pytest.mark.nightly)])
+def test_code_in_the_checkpoint_is_enough(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """In a process that cannot import lamina. It prints no warning of weights or configurations."""
+    checkpoints = request.getfixturevalue(kind)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment |= {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(folder / "modules")}
+    environment |= {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")}
     environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [sys.executable, "-c", REMOTE, str(checkpoints), str(folder / "again")],
-        env=environment, cwd=folder, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
+        [sys.executable, "-c", REMOTE, str(checkpoints), str(tmp_path / "again")],
+        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == ["loaded", str(len([*checkpoints.iterdir()]))]
@@ -249,7 +284,55 @@ def load_without_the_package(checkpoints: Path, folder: Path) -> None:
 def test_static_cache_of_a_loaded_model(checkpoints: Path) -> None:
     """generate(cache_implementation="static") and a cache of one's own give the same tokens."""
     model = load(checkpoints / "llama-gqa")
-    expected = load_file(checkpoints / "llama-gqa" / "expected.safetensors")
+    expected = expected_of(checkpoints / "llama-gqa")
     options = {"attention_mask": expected["mask"], "max_new_tokens": 5, "do_sample": False, "disable_compile": True}
     own = model.generate(expected["ids"], past_key_values=StaticCache(model.config, max_cache_len=19), **options)
     assert torch.equal(own, model.generate(expected["ids"], cache_implementation="static", **options))
+
+
+# -- factors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FACTORED)
+def test_loaded_and_saved_again(name: str, factored: Path, tmp_path: Path) -> None:
+    """`load` asserts that nothing is missing or unexpected; old buffers are neither."""
+    model = load(factored / name)
+    expected = expected_of(factored / name)
+    with torch.no_grad():
+        assert torch.equal(model(expected["ids"], attention_mask=expected["mask"]).logits, expected["logits"])
+    model.save_pretrained(tmp_path)
+    before, after = (load_file(root / "model.safetensors") for root in (factored / name, tmp_path))
+    kept = {key for key in before if not key.endswith(("attn.bias", "masked_bias", "inv_freq"))}
+    assert after.keys() == kept
+    assert len(kept) == len(before) - 3
+    assert all(torch.equal(before[key], after[key]) and before[key].dtype == after[key].dtype for key in kept)
+    again = load(tmp_path, core_format="csr")
+    with torch.no_grad():
+        logits = again(expected["ids"], attention_mask=expected["mask"]).logits
+    assert (logits - expected["logits"])[expected["mask"].bool()].abs().amax() <= 2e-5
+
+
+def test_a_half_precision_checkpoint_keeps_its_bitmaps(tmp_path: Path) -> None:
+    write_factored(tmp_path / "half", "llama-gqa", torch.bfloat16)
+    model = load(tmp_path / "half", dtype="auto")
+    file = load_file(tmp_path / "half" / "model.safetensors")
+    for key, tensor in stored_state(model).items():
+        assert torch.equal(tensor, file[key].to(tensor.dtype)), key
+
+
+def test_split_between_layers_with_one_on_disk(factored: Path, tmp_path: Path) -> None:
+    """Biases beside factors too: a module's tensors are there only while it runs itself."""
+    pytest.importorskip("accelerate")
+    for name in ("qwen2-tied", "opt-tied"):
+        folder, prefix = factored / name, "model" if name == "qwen2-tied" else "model.decoder"
+        last = "norm" if name == "qwen2-tied" else "final_layer_norm"
+        parts = [f"{prefix}.embed_tokens", f"{prefix}.{last}", "lm_head", f"{prefix}.layers.0", f"{prefix}.layers.2"]
+        parts.append("model.rotary_emb" if name == "qwen2-tied" else f"{prefix}.embed_positions")
+        device_map = dict.fromkeys(parts, "cpu") | {f"{prefix}.layers.1": "disk"}
+        model = load(folder, device_map=device_map, offload_folder=tmp_path / name)
+        layer = model.get_submodule(f"{prefix}.layers.1")
+        assert layer.self_attn.k_proj.bias.is_meta
+        expected = expected_of(folder)
+        with torch.no_grad():
+            assert torch.equal(model(expected["ids"], attention_mask=expected["mask"]).logits, expected["logits"])

@@ -17,7 +17,7 @@ from lamina.vllm_lamina import vllm_lacks
 from tests.serving import serving_factors as kinds
 from tests.serving.serving_factors import factored
 from tests.serving.serving_sources import describe, make_source
-from tests.serving.test_serving_loading import write_checkpoint
+from tests.serving.test_serving_loading import write_mixed
 
 AUTO: Any = AutoModelForCausalLM
 
@@ -25,7 +25,7 @@ AUTO: Any = AutoModelForCausalLM
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "model"
-    write_checkpoint(folder, "llama-gqa")
+    write_mixed(folder, "llama-gqa")
     (folder / "expected.safetensors").unlink()
     return folder
 

@@ -42,7 +42,7 @@ def symmetric(seed: int, groups: int, features: int) -> torch.Tensor:
 
 
 class Conformance:
-    """What every store of arrays promises; `make`, `write` and `read` say how."""
+    """Conformance of every store of arrays; subclasses define `make`, `write` and `read`."""
 
     def make(self, directory: Path) -> Any:
         raise NotImplementedError

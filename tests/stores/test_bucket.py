@@ -177,7 +177,7 @@ def test_lock_and_ledger(bucket: Bucket) -> None:
 
 
 def asked(proxy: Proxy) -> list[str]:
-    """The methods of what was asked since the last time, but for leases."""
+    """Return the methods of the requests since the last call, without those of leases."""
     methods = [method for method, path, _, _ in proxy.requests if "lock" not in path]
     proxy.requests.clear()
     return sorted(methods)
@@ -275,7 +275,7 @@ def test_a_log_grows(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def proxy(s3_url: str, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """What stands between the client and the server; waits are short."""
+    """Yield a proxy between the client and the server; waits are short."""
     quick = {"max_retries": 6, "retry_timeout": timedelta(seconds=20)}
     quick["backoff"] = {"init_backoff": timedelta(milliseconds=5), "max_backoff": timedelta(milliseconds=50), "base": 2}
     monkeypatch.setattr(bucket_client, "RETRIES", quick)
@@ -290,7 +290,7 @@ def proxy(s3_url: str, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Itera
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["500", "503", "silent", "lost", "cut", "slow", "late"])
 def test_every_request_fails_once(fault: str, bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is asked for is done once, and nobody is told that somebody else did it."""
+    """Each operation takes effect once, and its repetition is not mistaken for another client's."""
     monkeypatch.setattr(bucket_module, "PART_BYTES", 5 * 2**20)
     seen: set[tuple[str, str]] = set()
     for patience in ("PATIENT_TIMEOUT", "HASTY_TIMEOUT") if fault == "late" else ():

@@ -1,4 +1,4 @@
-"""Conversations as text: as transformers writes them, and what is damaged."""
+"""Conversations as text, as transformers writes them, and damaged conversations."""
 
 from __future__ import annotations
 

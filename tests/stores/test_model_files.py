@@ -1,4 +1,4 @@
-"""Which files travel with the weights of a model, and what becomes of those that name code."""
+"""Files that travel with the weights of a model, and those of them that name code."""
 
 from __future__ import annotations
 

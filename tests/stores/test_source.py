@@ -1,4 +1,4 @@
-"""The source checkpoint: what is wrong is said at once; what is read is what is stored."""
+"""The source checkpoint: all faults are reported at once, and tensors are read as they are stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every storage does: one suite, subclassed by each."""
+"""One conformance suite for all storages, subclassed by each."""
 
 from __future__ import annotations
 

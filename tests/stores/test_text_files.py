@@ -1,4 +1,4 @@
-"""Files of documents: every kind, in parts that leave out nothing, and what is no text."""
+"""Files of documents: every kind, complete in any number of parts, and files that are no text."""
 
 from __future__ import annotations
 

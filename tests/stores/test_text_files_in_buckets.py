@@ -1,4 +1,4 @@
-"""Faults of texts in a bucket: what is wrong with them is said as on a disk, and what is wrong with the bucket too."""
+"""Faults of texts in a bucket are reported as on a disk, and so are faults of the bucket."""
 
 from __future__ import annotations
 

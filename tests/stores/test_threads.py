@@ -1,4 +1,4 @@
-"""What threads do side by side comes in order, no more of it at a time than there are threads, and ends at an error."""
+"""Results of threads come in order, at most one task per thread runs at a time, and an error ends them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Points of a sweep that are solved together: which, and what goes wrong is left to each of them."""
+"""Points of a sweep that are solved together. After a failure, each is solved alone."""
 
 from __future__ import annotations
 

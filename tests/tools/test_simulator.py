@@ -148,7 +148,7 @@ def done(pool: ClockPool, units: Sequence[Unit]) -> list[tuple[str, str, float]]
 
 
 def test_units_are_spread_and_a_worker_goes_on_with_its_shards() -> None:
-    """Layer 1's shard 0 takes long; nobody takes shard 1 from a worker that has no more than it."""
+    """Shard 0 of layer 1 takes long. No worker takes over shard 1 from a worker that holds only that."""
     pool = pool_of(2, lambda unit: 9.0 if unit.key == "forward/dense/1/0/dense" else 2.0)
     assert [end for _, _, end in done(pool, [Forward("dense", 0, shard) for shard in range(5)])] == [2, 2, 4, 4, 6]
     pool = pool_of(2, lambda unit: 9.0 if unit.key == "forward/dense/1/0/dense" else 2.0)

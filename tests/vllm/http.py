@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import time
 import urllib.error
@@ -30,13 +29,6 @@ def write_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     return tokenizer
-
-
-def free_port() -> int:
-    """Return an unused port."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 @contextmanager

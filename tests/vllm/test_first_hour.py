@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 from tests.docs.walkthrough import ROOT, blocks
+from tests.ports import free_port
 from tests.vllm.checkpoints import write
-from tests.vllm.http import free_port, post, said_by_transformers, served, write_tokenizer
+from tests.vllm.http import post, said_by_transformers, served, write_tokenizer
 
 PROMPT = "w17 w33 w9"
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.ports import free_port
 from tests.vllm.checkpoints import write
-from tests.vllm.http import free_port, post, said_by_transformers, said_to_a_client, served, streamed, write_tokenizer
+from tests.vllm.http import post, said_by_transformers, said_to_a_client, served, streamed, write_tokenizer
 
 
 @pytest.fixture(scope="module")

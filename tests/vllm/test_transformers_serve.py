@@ -12,8 +12,9 @@ import pytest
 
 from lamina import MODELLING_FILES, modelling_source
 from lamina.configuration_lamina import AUTO_MAP
+from tests.ports import free_port
 from tests.vllm.checkpoints import write
-from tests.vllm.http import free_port, post, said_by_transformers, said_to_a_client, served, streamed, write_tokenizer
+from tests.vllm.http import post, said_by_transformers, said_to_a_client, served, streamed, write_tokenizer
 
 # `import lamina` fails in the first, installed or not.
 WITHOUT = "import sys; sys.modules['lamina'] = None; from transformers.cli.transformers import main; main()"

@@ -1,4 +1,4 @@
-"""Samples that go back slice by slice: the order of the work, what is held in between, and where it goes on."""
+"""Samples that go back slice by slice: the order of the work, the state in between, and resumption."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def test_the_limit_counts_what_is_in_memory(store: ActivationStore, tmp_path: Pa
 
 
 def test_what_spilled_goes_with_its_layer(store: ActivationStore, tmp_path: Path) -> None:
-    """Nobody sweeps during an evaluation: a deep model must not fill the disk."""
+    """Spilled data is removed with its layer, so that an evaluation of a deep model does not fill the disk."""
     hidden = HiddenStates(store, 0)
     for layer in range(6):
         for shard in range(2):
@@ -180,7 +180,7 @@ def test_forgetting_says_whose_it_was(store: ActivationStore, tmp_path: Path) ->
 
 
 def test_the_device_comes_first_then_the_host_then_the_store(store: ActivationStore, tmp_path: Path) -> None:
-    """Room for one shard on the device and two on the host; what is let go of makes room again."""
+    """There is room for one shard on the device and two on the host. Released shards make room again."""
     hidden = HiddenStates(store, 2 * BYTES, Copies(torch.device("cpu")), BYTES)
     for layer in (1, 2):
         for shard in range(4):

@@ -1,4 +1,4 @@
-"""Layers as a worker reads them: by itself, or from what was read for all nodes."""
+"""Layers as a worker reads them: from the source, or from a reading for all nodes."""
 
 from __future__ import annotations
 

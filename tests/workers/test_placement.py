@@ -11,7 +11,7 @@ from pipeline.units.reads import ReadLayer
 from pipeline.units.scores import WindowForward, Windows
 from pipeline.units.sums import Add, Collect
 from pipeline.units.units import Backward, Forward, Solve, Unit, Write
-from workers.placement import choose
+from workers.placement import choose_unit
 
 WRITE, COLLECT = Write(0, (), (), {}), Collect("compressed", 0, "worker", "pass-0", ())
 
@@ -32,12 +32,12 @@ def solve(*paths: str) -> Unit:
 def test_its_own_shard_then_nobody_s_then_who_has_two_more() -> None:
     rich, poor = worker(shards=(0, 1, 2)), worker(shards=(3,))
     live = [rich, poor]
-    assert choose([COLLECT, forward(0), forward(9), forward(3)], poor, live) == 3
-    assert choose([COLLECT, forward(0), forward(9)], poor, live) == 2
-    assert choose([COLLECT, forward(0)], poor, live) == 1
-    assert choose([forward(3)], rich, live) is None
-    assert choose([COLLECT], rich, live) is None
-    assert choose([forward(0), solve("a")], poor, live) == 1
+    assert choose_unit([COLLECT, forward(0), forward(9), forward(3)], poor, live) == 3
+    assert choose_unit([COLLECT, forward(0), forward(9)], poor, live) == 2
+    assert choose_unit([COLLECT, forward(0)], poor, live) == 1
+    assert choose_unit([forward(3)], rich, live) is None
+    assert choose_unit([COLLECT], rich, live) is None
+    assert choose_unit([forward(0), solve("a")], poor, live) == 1
 
 
 def windows(model: str, layer: int = 1, base: int = 1) -> list[Unit]:
@@ -49,25 +49,25 @@ def test_windows_are_held_apart_from_samples() -> None:
     """A worker with many samples may have no window; who has two windows more gives one away."""
     first, second = worker(range(9)), worker(range(9, 12))
     units = windows("made")
-    assert choose(units, first, [first, second]) == 0
+    assert choose_unit(units, first, [first, second]) == 0
     second.shards |= {("made", shard) for shard in range(3)}
-    assert choose(units[1:], first, [first, second]) == 0
+    assert choose_unit(units[1:], first, [first, second]) == 0
     second.shards.discard(("made", 0))
     first.shards.add(("made", 0))
-    assert choose(units[1:], first, [first, second]) is None
-    assert choose([forward(1)], second, [first, second]) == 0
+    assert choose_unit(units[1:], first, [first, second]) is None
+    assert choose_unit([forward(1)], second, [first, second]) == 0
 
 
 def test_the_few_shards_of_a_backward_pass_are_spread_whoever_holds_their_samples() -> None:
     """Evenly spread numbers may all be of one worker, as shards 1, 3 and 5 of two workers are."""
     first, second = live = [worker(range(0, 6, 2)), worker(range(1, 6, 2))]
     back: list[Unit] = [Backward(2, shard, ()) for shard in (1, 3, 5)]
-    assert choose(back, first, live) == 0
+    assert choose_unit(back, first, live) == 0
     first.shards.add(("gradients", 1))
-    assert choose(back[1:], second, live) == 0
+    assert choose_unit(back[1:], second, live) == 0
     second.shards.add(("gradients", 3))
-    assert choose(back[:2], second, live) == 1
-    assert choose([forward(3), *back], first, live) == 1
+    assert choose_unit(back[:2], second, live) == 1
+    assert choose_unit([forward(3), *back], first, live) == 1
 
 
 def test_two_models_go_through_different_workers() -> None:
@@ -75,48 +75,48 @@ def test_two_models_go_through_different_workers() -> None:
     first, second, third = live = [worker(idle=False) for _ in range(3)]
     dense, made = windows("dense"), windows("made")
     first.shards.add(("dense", 0))
-    assert choose([dense[1], *made], second, live) == 1
+    assert choose_unit([dense[1], *made], second, live) == 1
     second.shards.add(("made", 0))
-    assert choose([made[1], dense[1]], first, live) == 1
-    assert choose([made[1]], first, live) is None
-    assert choose([made[1], dense[1]], third, live) == 0
+    assert choose_unit([made[1], dense[1]], first, live) == 1
+    assert choose_unit([made[1]], first, live) is None
+    assert choose_unit([made[1], dense[1]], third, live) == 0
     second.shards.add(("made", 1))
-    assert choose([made[2], dense[1]], second, live) is None, "half of three would do with two each"
+    assert choose_unit([made[2], dense[1]], second, live) is None, "half of three would do with two each"
     first.idle = True
-    assert choose([made[2]], first, live) == 0
+    assert choose_unit([made[2]], first, live) == 0
 
 
 def test_windows_are_taken_over_by_who_is_idle_where_they_are_stored() -> None:
     rich, poor = live = [worker(), worker()]
     rich.shards = {("made", shard) for shard in range(3)}
-    assert choose(windows("made"), poor, live) == 0
-    assert choose(windows("made", layer=2), poor, live) is None
+    assert choose_unit(windows("made"), poor, live) == 0
+    assert choose_unit(windows("made", layer=2), poor, live) is None
     poor.idle = False
-    assert choose(windows("made"), poor, live) is None
+    assert choose_unit(windows("made"), poor, live) is None
 
 
 def test_a_solve_waits_for_an_idle_worker() -> None:
     """Behind another unit it would wait, while a worker that becomes idle first could run it."""
     busy, idle = worker(shards=(0,), idle=False), worker()
-    assert choose([solve("a")], busy, [busy, idle]) is None
-    assert choose([solve("a"), forward(0)], busy, [busy, idle]) == 1
-    assert choose([solve("a"), forward(0)], idle, [busy, idle]) == 0
+    assert choose_unit([solve("a")], busy, [busy, idle]) is None
+    assert choose_unit([solve("a"), forward(0)], busy, [busy, idle]) == 1
+    assert choose_unit([solve("a"), forward(0)], idle, [busy, idle]) == 0
 
 
 def test_what_goes_beside_others_is_anybody_s() -> None:
     rich, poor = worker(shards=(0, 1, 2)), worker(shards=(3,))
-    assert choose([COLLECT, forward(3), WRITE], poor, [rich, poor], beside=True) == 2
-    assert choose([COLLECT, forward(3)], poor, [rich, poor], beside=True) is None
-    assert choose([WRITE, solve("a")], rich, [rich, poor]) == 1
+    assert choose_unit([COLLECT, forward(3), WRITE], poor, [rich, poor], beside=True) == 2
+    assert choose_unit([COLLECT, forward(3)], poor, [rich, poor], beside=True) is None
+    assert choose_unit([WRITE, solve("a")], rich, [rich, poor]) == 1
 
 
 def test_sums_are_added_on_their_node_while_somebody_lives_there() -> None:
     here, there, elsewhere = worker(name="a"), worker(name="b"), worker(name="c")
     add = Add("dense", 0, Moment("a.in"), 0, (), "node", ("a", "b"))
     waiting = [add, WRITE]
-    assert choose(waiting, elsewhere, [here, there, elsewhere], beside=True) == 1
-    assert choose(waiting, there, [here, there, elsewhere], beside=True) == 0
-    assert choose(waiting, elsewhere, [elsewhere], beside=True) == 0
+    assert choose_unit(waiting, elsewhere, [here, there, elsewhere], beside=True) == 1
+    assert choose_unit(waiting, there, [here, there, elsewhere], beside=True) == 0
+    assert choose_unit(waiting, elsewhere, [elsewhere], beside=True) == 0
     read = ReadLayer(3, 1, 2, ("a", "b"))
-    assert choose([read, WRITE], elsewhere, [here, there, elsewhere], beside=True) == 1
-    assert choose([read, WRITE], here, [here, there, elsewhere], beside=True) == 0
+    assert choose_unit([read, WRITE], elsewhere, [here, there, elsewhere], beside=True) == 1
+    assert choose_unit([read, WRITE], here, [here, there, elsewhere], beside=True) == 0

@@ -1,4 +1,4 @@
-"""The pool over a make-believe Ray: who gets which unit, and what happens when workers come, go and fail."""
+"""The pool over a fake Ray: the worker of each unit, and workers that come, go and fail."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_a_unit_on_which_every_worker_dies_ends_the_job(make: Any) -> None:
 
 
 def test_deaths_long_apart_are_forgiven(make: Any) -> None:
-    """A unit of the same name comes again when a layer is repaired; what it did in between counts."""
+    """A unit with the same key runs again when a layer is repaired. Units that succeeded in between count."""
     fake = FakeRay((0, 2, 5), (0, 2, 9), (0, 2, 9), (0, 2, 9), (0, 2, None))
     pool = make(fake, max=1, shards=1)
     for _ in range(12):

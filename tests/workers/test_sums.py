@@ -1,4 +1,4 @@
-"""Sums that workers keep: what is in them, what leaves a worker, and that nobody's order shows."""
+"""Sums that workers keep: their content, the data that leaves a worker, and independence of any order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adding the sums of several workers: parts by name, and what becomes of the inputs."""
+"""Adding the sums of several workers: parts by name, and the release of the inputs."""
 
 from __future__ import annotations
 

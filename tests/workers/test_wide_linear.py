@@ -14,6 +14,7 @@ from torch.nn import functional
 from lamina import processor_lamina
 from lamina.processor_lamina import product_dtype
 from pipeline.kernels.half_precision import linear
+from tests.tensors import random
 from tests.workers.bench import (
     EVERYTHING,
     FAMILIES,
@@ -40,10 +41,6 @@ def slow(monkeypatch: pytest.MonkeyPatch, is_slow: bool = True) -> None:
     monkeypatch.setattr(processor_lamina, "multiplies_fast", lambda dtype: not is_slow)
 
 
-def draw(*sizes: int, seed: int = 1) -> Tensor:
-    return torch.randn(sizes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def distance(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
@@ -66,7 +63,7 @@ def test_a_product_is_off_by_one_rounding(
     dtype: torch.dtype, tokens: int, inputs: int, outputs: int, scale: float
 ) -> None:
     values, weight, bias = (
-        draw(*sizes, seed=seed).mul(scale).to(dtype)
+        random(*sizes, seed=seed).mul(scale).to(dtype)
         for seed, sizes in enumerate([(2, tokens, inputs), (outputs, inputs), (outputs,)])
     )
     exact = functional.linear(values.double(), weight.double(), bias.double())
@@ -106,7 +103,7 @@ def block_outputs(
     seen: list[torch.dtype] = []
     block = LayerReader(replace(setup, dtype=dtype), CPU).block(layer, staged)
     points = [f"{role}.{side}" for role in ("v", "o", "down") for side in ("in", "out")]
-    values = draw(SAMPLES, SEQUENCE, setup.geometry.hidden).to(torch.bfloat16).to(dtype)
+    values = random(SAMPLES, SEQUENCE, setup.geometry.hidden, seed=1).to(torch.bfloat16).to(dtype)
     output = block.run(values, [(point, lambda tapped: seen.append(tapped.dtype)) for point in points])
     assert output is not None
     assert output.dtype == dtype
@@ -156,7 +153,7 @@ def test_a_compressed_layer(
 @pytest.mark.parametrize("dtype", HALF)
 def test_gradients(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     setup = make_setup(save_source(tmp_path / "model"), tmp_path / "run")
-    values_SD, gradient_SD = (draw(SEQUENCE, setup.geometry.hidden, seed=seed).to(dtype).float() for seed in (1, 2))
+    values_SD, gradient_SD = (random(SEQUENCE, setup.geometry.hidden, seed=seed).to(dtype).float() for seed in (1, 2))
 
     def gradients(of: torch.dtype) -> dict[str, Tensor]:
         block = DifferentiableLayer(LayerReader(replace(setup, dtype=of), CPU).block(1, None))
@@ -177,7 +174,7 @@ def test_gradients(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_the_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     setup = make_setup(save_source(tmp_path / "model", dtype=torch.bfloat16), tmp_path / "run", dtype=torch.bfloat16)
-    hidden_TD = draw(7, setup.geometry.hidden)
+    hidden_TD = random(7, setup.geometry.hidden, seed=1)
     exact = head(LayerReader(replace(setup, dtype=torch.float32), CPU))(hidden_TD.bfloat16().float())
     slow(monkeypatch)
     found = head(LayerReader(setup, CPU))(hidden_TD.bfloat16())

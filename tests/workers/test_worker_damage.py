@@ -1,4 +1,4 @@
-"""A worker's units on damaged weights, activations and files: the error names what is wrong."""
+"""A worker's units on damaged weights, activations and files: the error names the damage."""
 
 from __future__ import annotations
 

@@ -16,15 +16,20 @@ import argparse
 import json
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 
+import pipeline.job.worker_session
+import pipeline.run
+import workers.pools
 from deploy.quickstart.text import story_text
 from manifests.loading import parse_manifest
 from pipeline.cost_model.planned_job import PlannedJob
@@ -36,8 +41,7 @@ from pipeline.units.sharding import importance_shards
 from pipeline.units.sums import ChooseGrids, Collect
 from pipeline.units.units import Forward, Solve, Unit, Write
 from tools.benchmarks.jobs import end_on_sigterm, manifest_of, print_table
-from tools.benchmarks.memory_over_layers import write_model
-from tools.benchmarks.where_time_goes import run_here
+from tools.benchmarks.random_models import write_llama
 from tools.simulate import ITEMSIZE, LENGTH, LLAMA, SHARDS
 from workers.device_settings import configure_device
 from workers.in_process_pool import InProcessPool
@@ -94,10 +98,22 @@ def planned(prices: Prices) -> dict[str, float]:
     return seconds | ({"propagate": prices.forward_seconds(packed=True)} if compressed else {})
 
 
+def run_here(manifest: Mapping[str, Any]) -> None:
+    """Run the job in this process, without Ray, on a `DevicePool`."""
+    with (
+        mock.patch.object(workers.pools, "InProcessPool", DevicePool),
+        mock.patch.object(pipeline.job.worker_session, "catch_signals"),
+        mock.patch.object(pipeline.job.worker_session, "interrupt_on_signals"),
+    ):
+        pipeline.run.run_job(
+            parse_manifest(manifest), fresh=True, address=None, stop=threading.Event(), quiet=True, in_process=True
+        )
+
+
 def measure(manifest: Mapping[str, Any], samples: int) -> dict[str, float]:
     """Run the job. Return seconds of a layer by kind, for 256 samples."""
     DevicePool.spent.clear()
-    run_here(manifest, DevicePool)
+    run_here(manifest)
     shards = {"importance": len(importance_shards(SHARDS, SHARDS, LENGTH)), "statistics": SHARDS, "propagate": SHARDS}
     by_kind = {}
     for kind, seconds in DevicePool.spent.items():
@@ -128,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
     end_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="lamina-benchmark-") as scratch:
         base, sizes = Path(scratch), sizes_of(arguments.model, arguments.narrower)
-        write_model(base / "model", LAYERS, sizes)
+        write_llama(base / "model", LAYERS, sizes)
         characters = TOKEN_CHARACTERS * LENGTH * (arguments.samples + 8)  # some are held out
         (base / "text.txt").write_text(story_text(characters, seed=1), encoding="utf-8")
         for propagate in arguments.propagate:

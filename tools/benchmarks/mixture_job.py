@@ -26,10 +26,17 @@ import psutil
 from transformers import Qwen3MoeConfig
 
 from deploy.quickstart.text import story_text
-from tools.benchmarks.jobs import JobFailed, end_on_sigterm, manifest_of, print_table, run_manifest
-from tools.benchmarks.memory_over_experts import layer_shapes
-from tools.benchmarks.memory_over_layers import SAMPLING_SECONDS, Watch, family_of
-from tools.benchmarks.random_models import write_random_model
+from tools.benchmarks.jobs import (
+    SAMPLING_SECONDS,
+    JobFailed,
+    Watch,
+    end_on_sigterm,
+    family_of,
+    manifest_of,
+    print_table,
+    run_manifest,
+)
+from tools.benchmarks.random_models import mixture_shapes, write_random_model
 
 GIB = 2**30
 CONFIG: dict[str, Any] = {
@@ -60,7 +67,7 @@ METHODS: Mapping[str, dict[str, Any]] = {
 
 @dataclass
 class KillingWatch(Watch):
-    """Watches the processes of a job and what they read, and kills them all after `due_seconds`."""
+    """Watches the processes of a job and their reads, and kills them all after `due_seconds`."""
 
     due_seconds: float | None = None
     killed: bool = False
@@ -98,7 +105,11 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Run the job with its kills. Return memory by kind of process, bytes read, and the summary's figures."""
     config = Qwen3MoeConfig(**CONFIG, num_hidden_layers=arguments.layers, dtype="bfloat16")
     source_bytes = write_random_model(
-        directory / "model", config, "Qwen3MoeForCausalLM", lambda layer: layer_shapes(layer, CONFIG), TENSORS_PER_FILE
+        directory / "model",
+        config,
+        "Qwen3MoeForCausalLM",
+        lambda layer: mixture_shapes(layer, CONFIG),
+        TENSORS_PER_FILE,
     )
     text = directory / "text.txt"
     text.write_text(story_text(200_000, seed=1), encoding="utf-8")
@@ -133,7 +144,7 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 
 def print_figures(run: Mapping[str, Any]) -> None:
-    """Print a table of what was planned and what was measured."""
+    """Print a table of planned and measured figures."""
     plan, processes = run["plan"], run["processes"]
     worker, driver = processes["worker"], processes["driver"]
     print_table(

@@ -31,7 +31,7 @@ from pipeline.cost_model.rates import Rates
 from pipeline.families.registry import geometry_of, standard_config
 from tools.benchmarks.floor import floor_of
 from tools.benchmarks.jobs import ROOT, end_on_sigterm, environment, manifest_of, print_table, run_manifest
-from tools.benchmarks.memory_over_layers import write_model
+from tools.benchmarks.random_models import write_llama
 from tools.simulate import ITEMSIZE, job_of
 from tools.simulator.simulator import simulate
 
@@ -137,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
             layers = arguments.layers or JOBS[job][2]
             base = Path(scratch, str(layers))
             if not base.exists():
-                write_model(base / "model", layers)
+                write_llama(base / "model", layers)
                 (base / "text.txt").write_text(story_text(300_000, seed=1), encoding="utf-8")
             for workers in arguments.workers:
                 rows = compared(base / f"{job}-{workers}", job, workers, arguments.samples)

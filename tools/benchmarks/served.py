@@ -46,7 +46,7 @@ from manifests.engines import Engine
 from manifests.fit import Fit
 from pipeline.cost_model.serving_memory import ServingMemory, serving_memory
 from pipeline.families.registry import geometry_of, standard_config
-from tools.benchmarks.memory_over_layers import family_of
+from tools.benchmarks.jobs import family_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20

@@ -16,7 +16,7 @@ from pipeline.cost_model.prices import START_SECONDS
 from pipeline.units.sums import Collect
 from pipeline.units.units import ConcurrentUnit, ShardUnit, Summable, Unit
 from tools.simulator.clock import Clock, Course
-from workers.placement import Shard, choose, shard_of
+from workers.placement import Shard, choose_unit, shard_of
 
 DEPTH = 2  # units that a worker has at a time, as in `workers.pool`
 FIRST, BESIDE, COLLECT = THREADS = ("first", "beside", "collect")  # of a worker, as in `workers.actor`
@@ -155,7 +155,7 @@ class ClockPool:
                     state = (self.offers, len(member.running[thread]), len(member.shards))
                     if state[1] == DEPTH or member.refused.get(thread) == state:
                         continue
-                    index = choose(waiting, member, live, beside=thread == BESIDE)
+                    index = choose_unit(waiting, member, live, beside=thread == BESIDE)
                     if index is None:
                         member.refused[thread] = state
                     else:

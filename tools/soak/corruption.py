@@ -113,7 +113,7 @@ def copy_of(whole: Job) -> Iterator[Job]:
 
 
 def run_again(job: Job, expected: Digests, name: str) -> tuple[str, str]:
-    """Run a damaged job again. Return its outcome, and what is wrong with it."""
+    """Run a damaged job again. Return its outcome, and a description of the fault."""
     ended = job.run()
     message = ended.err.strip()[-300:]
     if ended.code == 0:

@@ -66,7 +66,7 @@ def damage(path: Path, change: Damage) -> bool:
 
 
 def replace(path: Path, content: bytes | None) -> None:
-    """Write a file anew, so that hard links to the old one keep its bytes; None deletes it."""
+    """Write a file again, so that hard links to the old one keep its bytes; None deletes it."""
     path.unlink(missing_ok=True)
     if content is not None:
         path.write_bytes(content)

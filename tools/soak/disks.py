@@ -132,7 +132,7 @@ class Stage:
         return self.world.work / f"{self.below}run", self.world.work / f"{self.below}output"
 
     def fresh(self) -> Path:
-        """Make the folder anew, with the manifest in it. Return the folder."""
+        """Make the folder again, with the manifest in it. Return the folder."""
         whole = self.job.document()
         whole |= {name: f"{self.below}{whole[name]}" for name in ("run_dir", "output")}
         (self.world.fresh() / "manifest.yaml").write_text(yaml.safe_dump(whole))

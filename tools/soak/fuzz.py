@@ -31,7 +31,7 @@ from tools.soak.sandbox import GROWTH_BYTES, Ended, run_commands, snapshot
 from tools.soak.world import INDEX, STOPS, VERIFY, Case, World, make_world
 
 MAY_CHANGE = ("run", "output")
-AMX_ANSWER = "added tmp/lamina-amx-"  # `manifests.processor`, on processors that promise AMX
+AMX_ANSWER = "added tmp/lamina-amx-"  # `manifests.packages`, on processors that promise AMX
 SHOWN = 700
 KINDS = {**input_cases.KINDS, **stored_cases.KINDS}
 COLUMNS = ("cases", "0", "1", "2", "75", "failed")

@@ -131,7 +131,7 @@ class Inputs:
 def disturb(
     begin: Callable[[], Job], live: Callable[[Job, bool], Life], times: int, expected: Digests
 ) -> tuple[Counter[str], str]:
-    """Run jobs until they were interrupted `times` times. Return the interruptions by kind, and what is wrong.
+    """Run jobs until they were interrupted `times` times. Return the interruptions by kind, and the fault.
 
     A job is resumed after each interruption. When it ends, its OUTPUT is compared and the next job begins. The last job
     is not interrupted. `live` runs a job once, undisturbed if the flag is True.
@@ -291,7 +291,7 @@ def signalled(job: Job, last: bool, coin: random.Random, whole_s: float) -> Life
 
 
 def run_beside(name: str, job: Job, delay_s: float, expected: Digests) -> str:
-    """Run another command beside a job. Return what is wrong with how they ended, or an empty string."""
+    """Run another command beside a job. Return a description of the fault, or an empty string."""
     command, arguments = BESIDE[name](job, job.root / "other")
     first = Child("run", [str(job.manifest)], job.root / "first")
     time.sleep(delay_s)

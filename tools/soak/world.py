@@ -88,7 +88,7 @@ class World:
         return self.root / "scratch"
 
     def fresh(self, stop: str | None = None) -> Path:
-        """Make the working folder anew, with a job that was cut short if `stop` names one. Return the folder."""
+        """Make the working folder again, with a job that was cut short if `stop` names one. Return the folder."""
         shutil.rmtree(self.work, ignore_errors=True)
         shutil.copytree(self.root / "kept" / (stop or "new"), self.work, symlinks=True)
         return self.work

@@ -1,4 +1,4 @@
-"""Lines in a terminal break between words, and a path stays one word."""
+"""Commands in output are spelled as the process was called; lines break between words, and a path stays one word."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
-from pipeline.console.wrapping import say, wrapped
+from pipeline.console.arguments import parser
+from pipeline.console.printing import as_called, say, wrapped
+from pipeline.console.progress import JobObserver
 
 LINE = "  2026-11-22 19:30:40,392 INFO compress layer 5 committed (mlp: 32), 6/8, 28,273 tokens/s, 1 s left"
 PATH = "/a/very/long/path/" + "x" * 90
@@ -40,3 +42,23 @@ def test_a_pipe_breaks_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert capsys.readouterr().out == f"{LINE}\n"
     say(LINE, sys.stderr)
     assert capsys.readouterr().err == f"{LINE}\n"
+
+
+TEXT = "run it with: python -m pipeline.run job.yaml, `python -m pipeline.verify` after it"
+CALLS = {
+    "/env/pipeline/init.py": TEXT,
+    "python -m pipeline.init": TEXT,
+    "/env/bin/pytest": TEXT,
+    "lamina init": "run it with: lamina run job.yaml, `lamina verify` after it",
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_output_spells_commands_as_the_call_did(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [call, "job.yaml"])
+    assert as_called(TEXT) == CALLS[call]
+    printed = io.StringIO()
+    say(TEXT, printed)
+    JobObserver(printed).say(TEXT)
+    assert printed.getvalue().splitlines() == [CALLS[call]] * 2
+    assert parser("plan", "…").prog == ("lamina plan" if call == "lamina init" else "python -m pipeline.plan")

@@ -1,4 +1,8 @@
-"""Wraps lines between words, because a terminal breaks them anywhere. A path stays whole."""
+"""Prints messages: commands are spelled as this process was called, and a terminal gets lines wrapped between words.
+
+Messages in the code name modules, which also run in a checkout; `lamina` exists where the package is installed. A path
+stays whole.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,13 @@ import sys
 import textwrap
 from typing import TextIO
 
-from pipeline.console.calling import as_called
+MODULE = "python -m pipeline."
+SCRIPT = "lamina "
+
+
+def as_called(text: str) -> str:
+    """Return a text with commands spelled as this process was called."""
+    return text.replace(MODULE, SCRIPT) if sys.argv[0].startswith(SCRIPT) else text
 
 
 def wrapped(text: str, width: int) -> str:
