@@ -19,8 +19,7 @@ from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.refit import evenly_spread
 from pipeline.kernels.routing import OTHERS
-from pipeline.methods.experts.method import ROUTER, ROUTER_BIAS, mixture_of
-from pipeline.methods.experts.mixture import Mixture, read_by
+from pipeline.methods.experts.mixture import ROUTER, ROUTER_BIAS, Mixture, mixture_of, read_by
 from pipeline.methods.method import Moment, OtherInputs, Statistics, Task, Weights
 from pipeline.methods.moments import input_moment, output_gradient, pull
 

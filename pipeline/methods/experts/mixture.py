@@ -1,6 +1,6 @@
-"""The experts of one layer on sampled tokens: their outputs, the loss of removing each, and pruning to one shape.
+"""The experts of one layer on sampled tokens: their outputs, the loss of narrowing each, and pruning to one shape.
 
-All functions take the weights of the layer's experts and router and `inputs_TD`, a sample of the mixture's inputs
+All functions take a mixture, the layer's experts with their router, and `inputs_TD`, a sample of its inputs
 (`Moment("mlp.in", kind="sample")`). Those that weight errors by the loss also take the factor of G, the moment of the
 gradient at the mixture's output. Experts are visited in order. `Mixture.experts` may read an expert on access, so that
 one at a time is in memory.
@@ -10,24 +10,27 @@ Legend: T tokens, t tokens of an expert, D hidden, N channels of an expert, k ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pipeline.families.blocks import MLPBlock
+from pipeline.families.layer_geometry import LayerGeometry
+from pipeline.families.registry import channels_of
 from pipeline.kernels.deferred import Deferred, Offload, in_memory
 from pipeline.kernels.elimination import eliminate, prune
 from pipeline.kernels.mixture_refit import MixtureResidual, Served, refit_mixture_
 from pipeline.kernels.nystrom import nested_losses, nested_outputs
 from pipeline.kernels.routing import Others, Routing, RoutingRule, route
 from pipeline.kernels.sensitivity import Factored
-from pipeline.methods.experts.scores import ExpertSums
 from pipeline.methods.products import passed
 from pipeline.methods.tensors import channel_priority
 
+ROUTER, ROUTER_BIAS = "router", "router_bias"  # roles
 BATCH = 4096  # tokens of one product with an expert's weights
 
 
@@ -172,6 +175,38 @@ class SolvedExpert:
         return ExpertWeights(tuple(reader_ND[self.channels] for reader_ND in dense.readers), self.writer(), biases)
 
 
+def mixture_of(layer: LayerGeometry, weights: Mapping[str, Tensor]) -> Mixture:
+    """Return the mixture of a layer, whose experts are read from `weights` on access.
+
+    `weights`: those of the routed experts, `router.weight`, and `router_bias.*` and `router.bias` if the router has
+    them.
+    """
+    bias = next((weights[key] for key in weights if key.startswith(f"{ROUTER_BIAS}.")), None)  # reads no expert
+    experts = Deferred([partial(_expert, block, weights) for block in layer.experts])
+    rule, channels = rule_of(dict(layer.routing)), channels_of(layer.experts[0])
+    return Mixture(experts, weights[f"{ROUTER}.weight"], bias, rule, channels, weights.get(f"{ROUTER}.bias"))
+
+
+def rule_of(routing: Mapping[str, Any]) -> RoutingRule:
+    """Return a router's rule from the fields of `LayerGeometry.routing`."""
+    return RoutingRule(
+        scores=routing["score"],
+        top_k=routing["top_k"],
+        normalise=routing["renormalise"],
+        scale=routing["scale"],
+        groups=routing["groups"],
+        top_groups=routing["top_groups"],
+        group_members=2 if routing["group_score"] == "top2" else 1,
+        weighs_inputs=routing["weighs"] == "inputs",
+    )
+
+
+def _expert(block: MLPBlock, weights: Mapping[str, Tensor]) -> ExpertWeights:
+    readers = tuple(weights[matrix.weight_key] for matrix in block.readers)
+    biases = tuple(weights[matrix.bias_key] for matrix in block.matrices) if block.writer.bias else None
+    return ExpertWeights(readers, weights[block.writer.weight_key], biases)
+
+
 def read_by(weights: ExpertWeights, inputs_tD: Tensor) -> list[Tensor]:
     """Return the outputs (t, N) of gate and up, or of up alone, in the dtype of the inputs."""
     dtype = inputs_tD.dtype
@@ -181,25 +216,24 @@ def read_by(weights: ExpertWeights, inputs_tD: Tensor) -> list[Tensor]:
     return read
 
 
-def expert_tokens(mixture: Mixture, inputs_TD: Tensor) -> Tensor:
-    """Return the number of tokens that the router sends to each expert (E,)."""
-    return mixture.route(inputs_TD).tokens(len(mixture.experts))
+def saliencies(mixture: Mixture, inputs_TD: Tensor) -> Tensor:
+    """Return REAP's saliency of each expert (E,), float64: the mean of p‖f(m)‖ over its tokens.
 
-
-def expert_sums(mixture: Mixture, inputs_TD: Tensor) -> ExpertSums:
-    """Return the sums from which experts are scored."""
-    routing, rows = mixture.route(inputs_TD), []
+    For an expert with few tokens, the mean over tokens of others counts like one more token.
+    """
+    routing, scores = mixture.route(inputs_TD), []
     for number in range(len(mixture.experts)):
         tokens_t, weights_t = routing.of(number)
-        weights_t = weights_t.double()
-        inputs_tD, factors_t = mixture.weighed(inputs_TD[tokens_t], weights_t)
+        inputs_tD, factors_t = mixture.weighed(inputs_TD[tokens_t], weights_t.double())
         norms_t = mixture.outputs(number, inputs_tD).double().norm(dim=1)
-        sums = len(tokens_t), float(weights_t.sum()), float(norms_t.sum()), float((factors_t * norms_t).sum())
-        rows.append((*sums, *_other_sums(mixture, number, inputs_TD, routing, len(tokens_t))))
-    return ExpertSums(*torch.tensor(rows, dtype=torch.float64).T)
+        count, other = _other_saliency(mixture, number, inputs_TD, routing, len(tokens_t))
+        scores.append((float((factors_t * norms_t).sum()) + other) / max(1.0, len(tokens_t) + count))
+    return torch.tensor(scores, dtype=torch.float64)
 
 
-def _other_sums(mixture: Mixture, number: int, inputs_TD: Tensor, routing: Routing, passed: int) -> tuple[float, float]:
+def _other_saliency(
+    mixture: Mixture, number: int, inputs_TD: Tensor, routing: Routing, passed: int
+) -> tuple[float, float]:
     """Return 1 and the mean of p‖f(m)‖ over tokens of others, for an expert with few tokens; else zeros."""
     width = mixture.experts[number].writer.shape[1]
     others = routing.others(number, width, passed)
@@ -237,7 +271,7 @@ def reader_moment(mixture: Mixture, number: int, inputs_TD: Tensor, routing: Rou
 
 def narrowed(mixture: Mixture, kept: Sequence[int], solved: Sequence[SolvedExpert]) -> Mixture:
     """Return the mixture of the experts that stay, with their new weights."""
-    return _narrow(mixture.subset(kept), solved)
+    return replace(mixture.subset(kept), experts=Deferred([partial(getattr, each, "weights") for each in solved]))
 
 
 def _add_written_(output_TD: Tensor, part: Served, writer_DN: Tensor) -> None:
@@ -272,13 +306,12 @@ def solve_shape(
     width: int,
     refit: bool = True,
     offload: Offload = in_memory,
-    output_TD: Tensor | None = None,
 ) -> tuple[list[SolvedExpert], Tensor | None]:
     """Keep some experts at one width. Return them and, after a refit, the change (T, D) of the mixture's output.
 
     Channels are eliminated by each expert's moment under the new routing, weighted by `metric` if given. With `refit`,
     writers are fitted to the dense mixture's output, otherwise each to its own expert's. New writers are stored by
-    `offload`. `output_TD`: the dense mixture's output, if known. Raises ValueError as `elimination.prune`.
+    `offload`. Raises ValueError as `elimination.prune`.
     """
     remaining = mixture.subset(kept)
     routing = remaining.route(inputs_TD)
@@ -286,8 +319,7 @@ def solve_shape(
     narrow = partial(_narrowed, remaining, inputs_TD, routing, metric, width, offload)
     if not refit:
         return [narrow(number) for number in places], None
-    target_TD = mixture.output(inputs_TD) if output_TD is None else output_TD
-    residual = MixtureResidual(target_TD - remaining.written_biases(routing))
+    residual = MixtureResidual(mixture.output(inputs_TD) - remaining.written_biases(routing))
     solved: list[SolvedExpert] = []
 
     def writer(number: int) -> Tensor:
@@ -312,15 +344,6 @@ def solve_shape(
 def change_loss(change_TD: Tensor, metric: Factored) -> float:
     """Return ½ tr(G E[δ δᵀ]), in nats per token, of the change δ (T, D) of a mixture's output."""
     return 0.5 * metric.scale * float((change_TD.double() @ metric.factor).square().sum()) / len(change_TD)
-
-
-def _narrow(remaining: Mixture, solved: Sequence[SolvedExpert]) -> Mixture:
-    """Return the mixture of solved experts."""
-    return replace(remaining, experts=Deferred([partial(_weights_of, each) for each in solved]))
-
-
-def _weights_of(solved: SolvedExpert) -> ExpertWeights:
-    return solved.weights
 
 
 def _narrowed(

@@ -18,15 +18,14 @@ from pipeline.methods.experts.mixture import (
     Mixture,
     SolvedExpert,
     change_loss,
-    expert_sums,
     narrowed,
+    saliencies,
     solve_shape,
     weighted_moment,
     width_losses,
 )
 from pipeline.methods.experts.removal import remaining_shares, removal_losses
 from pipeline.methods.experts.scores import kept_experts
-from pipeline.methods.experts.shapes import shape_points
 
 TOKENS, HIDDEN, WIDTH, EXPERTS = 300, 8, 6, 5
 RULES = {
@@ -93,7 +92,7 @@ def plain_output(mixture: Mixture, input_D: Tensor, absent: int | None = None) -
 def test_outputs_sums_and_removals_are_those_of_a_loop(rule: str) -> None:
     mixture, inputs_TD, metric = make_mixture(rule)
     metric_DD = metric.scale * metric.factor @ metric.factor.T
-    output_TD, sums = mixture.output(inputs_TD), expert_sums(mixture, inputs_TD)
+    output_TD = mixture.output(inputs_TD)
     losses_E, tokens, weighted = torch.zeros(EXPERTS, dtype=torch.float64), [0] * EXPERTS, [0.0] * EXPERTS
     for token, input_D in enumerate(inputs_TD):
         expected_D, weights = plain_output(mixture, input_D)
@@ -105,8 +104,9 @@ def test_outputs_sums_and_removals_are_those_of_a_loop(rule: str) -> None:
             inner, outer = (weight, 1.0) if mixture.rule.weighs_inputs else (1.0, weight)
             weighted[number] += outer * float(mixture.outputs(number, inner * input_D[None]).norm())
     torch.testing.assert_close(removal_losses(mixture, inputs_TD, metric), losses_E)
-    assert sums.tokens.tolist() == tokens
-    torch.testing.assert_close(sums.weighted_outputs, torch.tensor(weighted, dtype=torch.float64))
+    assert mixture.route(inputs_TD).tokens(EXPERTS).tolist() == tokens
+    means_E = torch.tensor(weighted, dtype=torch.float64) / torch.tensor(tokens)
+    torch.testing.assert_close(saliencies(mixture, inputs_TD), means_E)
 
 
 @pytest.mark.parametrize("rule", list(RULES))
@@ -143,12 +143,12 @@ def test_shapes_of_full_width_are_predicted_with_their_refit(rule: str) -> None:
     remaining_C = remaining_shares(mixture, inputs_TD, metric, removal_E, counts, output_TD)
     assert bool((remaining_C <= 1.0).all())
     assert float(remaining_C.min()) < 0.95
-    points = shape_points(removal_E, torch.zeros(EXPERTS, 1), [WIDTH], counts, 1, remaining=remaining_C.tolist())
-    for point, remaining in zip(points[:-1], remaining_C, strict=False):
-        kept = kept_experts(removal_E, point.ranks["experts"]).tolist()
+    for count, remaining in zip(counts[:-1], remaining_C.tolist(), strict=False):
+        kept_k = kept_experts(removal_E, count)
+        predicted = remaining * float(removal_E.sum() - removal_E[kept_k].sum())
+        kept = kept_k.tolist()
         solved = shape_loss(mixture, inputs_TD, metric, kept, solved_experts(mixture, inputs_TD, metric, kept, WIDTH))
-        assert point.loss == pytest.approx(solved) or float(remaining) == 1.0
-    assert points[-1].loss == 0.0
+        assert predicted == pytest.approx(solved) or remaining == 1.0
 
 
 def test_an_expert_that_no_token_reaches_goes_first_and_is_cut_by_tokens_of_others() -> None:
@@ -205,7 +205,10 @@ def test_every_token_at_one_expert() -> None:
     assert mixture.bias is not None
     bias_E, rule = torch.tensor([9.0, 0, 0, 0, 0]), RoutingRule("softmax", 1)
     forced = Mixture(mixture.experts, mixture.router, bias_E, rule, mixture.channels)
-    assert expert_sums(forced, inputs_TD).tokens.tolist() == [TOKENS, 0, 0, 0, 0]
+    assert forced.route(inputs_TD).tokens(EXPERTS).tolist() == [TOKENS, 0, 0, 0, 0]
+    norms_T = mixture.outputs(3, inputs_TD).norm(dim=1)
+    others_m = evenly_spread(0, TOKENS, TOKENS, 4 * WIDTH)
+    assert float(saliencies(forced, inputs_TD)[3]) == pytest.approx(float(norms_T[others_m].mean())), "of others"
     solved = solved_experts(forced, inputs_TD, metric, [0, 3], 3)
     assert [each.tokens for each in solved] == [TOKENS, 0]
     assert all(
