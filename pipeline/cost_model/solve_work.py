@@ -54,6 +54,8 @@ def solve_flops(work: Work) -> float:
 
 
 def solve_seconds(work: Work, rates: Rates) -> float:
-    """Return the time of one task on one worker."""
-    seconds = work.products / rates.double + eigen_flops(work) / rates.eigen + work.factors / rates.factors
-    return seconds + work.moved / rates.memory + work.sampled / rates.products + work.steps * rates.step_s
+    """Return the time of one task's curve, solve or rounding on one worker."""
+    computing = work.products / rates.double + work.single / rates.single
+    computing = computing + eigen_flops(work) / rates.eigen + work.factors / rates.factors
+    seconds = computing + work.moved / rates.memory + work.sampled / rates.products
+    return seconds + work.steps * rates.step_s + work.columns * rates.column_s
