@@ -173,11 +173,13 @@ class Method(ABC, Generic[E]):
 
     Attributes:
         own_class: OUTPUT is an ordinary checkpoint whose class cannot hold the results of other methods.
+        listed: an entry of `methods` names it, so that it must claim something.
         routed_only: claim only routed experts, because the budget counts only them.
     """
 
     name: ClassVar[str]
     own_class: ClassVar[bool] = False
+    listed: ClassVar[bool] = True
     entry: E
     routed_only: bool = False
     _claimed: list[tuple[Geometry, tuple[Group[Any], ...]]] = field(
@@ -273,6 +275,10 @@ class Method(ABC, Generic[E]):
             return dict.fromkeys(layers, ratio)
         shares = preserve_importance([importance[layer] for layer in layers], ratio)
         return dict(zip(layers, shares, strict=True))
+
+    def outer_ranks(self, geometry: Geometry) -> Mapping[tuple[int, str], dict[str, int]]:
+        """Map layer and name of each group outside the layers, which the budget does not count, to its ranks."""
+        return {}
 
     def cache_target(self, geometry: Geometry) -> float | None:
         """Return the budget in cached numbers per token over all layers, or None if it counts stored numbers."""
