@@ -26,7 +26,7 @@ from pipeline.methods.base import Group, Method
 from pipeline.methods.by_loss import curve_of
 from pipeline.methods.method import Moment, Ranks, Scores, Solution
 from pipeline.methods.moments import input_moment, output_gradient
-from pipeline.methods.tensors import biases_of, channel_priority, encoded_values
+from pipeline.methods.tensors import biases_of, channel_priority, encoded_values, kept_channels
 from pipeline.methods.work import Work, elimination, spectra
 from pipeline.ranks.budget import RankKey, RankVariable
 
@@ -180,10 +180,7 @@ class Channels(Group[FlatLLM]):
             if self.entry.weighting == "loss":
                 weighted_DN = factored(self.mean(output_gradient(writer))).factor.T @ down_DN.double()
             kept_k, refit_Dk, error, jitter, fallbacks = prune(moment_NN, down_DN, rank, weighted_DN)
-        tensors = {writer.weight_key: refit_Dk}
-        tensors |= {reader.weight_key: self.weight(reader)[kept_k].double() for reader in block.readers}
-        tensors |= {key: bias[kept_k] for key, bias in biases_of(self.weights, block.readers).items()}
-        tensors |= biases_of(self.weights, (writer,))
+        tensors = kept_channels(self.weights, block, kept_k, refit_Dk)
         report = {"error": error, **fallbacks} | ({"selection_jitter": jitter} if jitter else {})
         inputs = {writer.role: lambda: moment_NN[kept_k][:, kept_k] / self.statistics.tokens}
         return Solution(tensors, self.forms(ranks), report, inputs, dict.fromkeys(roles_of(block.readers), kept_k))

@@ -74,7 +74,9 @@ def compress(
     solution = group.with_data(weights, Statistics(moments)).solve({ranks: rank})
     for tensor, copy in zip((*weights.values(), *moments.values()), before, strict=True):
         assert torch.equal(tensor, copy), "an input was changed"
-    assert all(tensor.dtype == torch.float64 for tensor in solution.tensors.values())
+    copied = group.mlp.roles[:-1] if name == "mlp" else ()  # rows of the readers are those of the weights
+    for key, tensor in solution.tensors.items():
+        assert tensor.dtype == (dtype if key.startswith(copied) or key.endswith("down.bias") else torch.float64)
     return group, weights, moments, solution
 
 
