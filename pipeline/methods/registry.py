@@ -41,14 +41,7 @@ from pipeline.methods.loss_aware.shapes import ShapedExperts
 from pipeline.methods.magnitude import MagnitudeMethod
 from pipeline.methods.method import Moment, Scores, Task, group_key, task_key
 from pipeline.methods.mla import MLAMethod
-from pipeline.methods.rounded_size import (
-    most_by_bits,
-    numbers_of_bytes,
-    overcounted,
-    saved_outside,
-    scope_units,
-    weight_of,
-)
+from pipeline.methods.rounded_size import RoundedSizes
 from pipeline.methods.separate import ASVDMethod, SVDLLMMethod, SVDMethod
 from pipeline.methods.unchanged import Unchanged
 from pipeline.ranks.allocation import (
@@ -226,12 +219,13 @@ def allocate_ranks(
     Raises:
         InputError: the budget cannot be met. The message names the reachable range.
     """
+    sizes = RoundedSizes(manifest, geometry)
     claims = [
-        _Claims(position, method, geometry, scores, _weights(manifest, position, method, geometry))
+        _Claims(position, method, geometry, scores, _weights(sizes, position, method))
         for position, method in enumerate(methods)
     ]
     entries = [each.entry() for each in claims]
-    beyond = sum(each.overcounted(manifest, entry) for each, entry in zip(claims, entries, strict=True))
+    beyond = sum(each.overcounted(sizes, entry) for each, entry in zip(claims, entries, strict=True))
     claimed = {(group.layer, role) for method in methods for group in method.claims(geometry) for role in group.roles}
     entries = [entry for entry in entries if entry.dense_numbers]  # `Unchanged` may have nothing to round
     _check_max_loss(manifest, entries)
@@ -249,16 +243,14 @@ def allocate_ranks(
         if budget.bytes is None:
             return NumberBudget("budget.keep", budget.share, total, untouched + own_numbers)
         if manifest.quantize is not None and manifest.quantize.bits == "auto" and scores.curves is not None:
-            saved = saved_outside(manifest, geometry)
-            units = scope_units(geometry, budget.scope)
             inside = (
                 geometry.layers[layer].stored_bytes((role,)) for layer, role in claimed if role not in OUTER_ROLES
             )
-            untouched_units = units - 8 * sum(inside) / geometry.bits
-            return NumberBudget("budget.bytes", budget.bytes, units, untouched_units - saved + own_numbers)
-        whole, reserved = numbers_of_bytes(manifest, geometry, claimed)
-        own_numbers *= most_by_bits(manifest.quantize, geometry.bits)
-        return NumberBudget("budget.bytes", budget.bytes, whole, reserved - beyond + untouched + own_numbers)
+            untouched_units = sizes.units - 8 * sum(inside) / geometry.bits
+            reserved = untouched_units - sizes.saved_outside
+            return NumberBudget("budget.bytes", budget.bytes, sizes.units, reserved + own_numbers)
+        reserved = sizes.reserved(claimed) - beyond + untouched
+        return NumberBudget("budget.bytes", budget.bytes, sizes.whole, reserved + own_numbers * sizes.most_by_bits)
 
     ranks = allocate(entries, shared)
     for each in claims:
@@ -296,15 +288,16 @@ def layer_importance(mean_cosines: Sequence[float]) -> dict[int, float]:
     return dict(enumerate(angular_importance(mean_cosines)))
 
 
-def _weights(manifest: Manifest, position: int, method: Method[Any], geometry: Geometry) -> NumberWeights:
+def _weights(sizes: RoundedSizes, position: int, method: Method[Any]) -> NumberWeights:
     """Map each task to the weight of its numbers, under a budget of bytes with several dtypes; else return {}."""
+    manifest, geometry = sizes.manifest, sizes.geometry
     mixed = geometry.outer_bits or any(layer.own_bits for layer in geometry.layers)
     chosen_bits = manifest.quantize is not None and manifest.quantize.bits == "auto"
     weighed_already = chosen_bits and method.predicts(geometry)
     if manifest.budget is None or manifest.budget.bytes is None or not mixed or weighed_already:
         return {}
     return {
-        task_key(group.layer, position, group.name): weight_of(manifest, geometry.layers[group.layer], group.roles)
+        task_key(group.layer, position, group.name): sizes.weight_of(group.geometry, group.roles)
         for group in method.claims(geometry)
     }
 
@@ -354,13 +347,13 @@ class _Claims:
         entry = weighed(entry, self.weights) if self.weights else entry
         return tied(entry) if method.uniform else entry
 
-    def overcounted(self, manifest: Manifest, entry: Entry) -> float:
+    def overcounted(self, sizes: RoundedSizes, entry: Entry) -> float:
         """Sum `overcounted` over the groups inside the layers, if their numbers are weighted. `entry`: that of these
         claims."""
         if not self.weights:
             return 0.0
         return sum(
-            overcounted(manifest, group.geometry, group.roles, entry.heaviest if entry.keeps_share else weight)
+            sizes.overcounted(group.geometry, group.roles, entry.heaviest if entry.keeps_share else weight)
             for group, weight in zip(self.method.claims(self.geometry), self.weights.values(), strict=True)
             if not {*group.roles} & {*OUTER_ROLES}
         )
