@@ -73,6 +73,16 @@ class Group(ABC, Generic[E]):
         return self.geometry.mlp_of(self.roles[0])
 
     @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """Return the matrices of the roles."""
+        return tuple(self.geometry.matrices[role] for role in self.roles)
+
+    @property
+    def bias_numbers(self) -> int:
+        """Count the numbers of the matrices' biases."""
+        return sum(matrix.biases for matrix in self.matrices)
+
+    @property
     def multiple(self) -> int:
         """Return the number that divides all chosen ranks."""
         return self.entry.multiple(self.geometry.hidden)
@@ -80,6 +90,10 @@ class Group(ABC, Generic[E]):
     def weight(self, matrix: Matrix) -> Tensor:
         """Return the dense weight of a matrix."""
         return self.weights[matrix.weight_key]
+
+    def biases(self) -> dict[str, Tensor]:
+        """Return the dense biases."""
+        return {key: bias for key, bias in self.weights.items() if key.endswith(".bias")}
 
     def mean(self, moment: Moment) -> Tensor:
         """Return the first part of a moment per calibration token, float64."""

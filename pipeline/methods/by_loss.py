@@ -30,11 +30,6 @@ class LowRank(Group[W]):
     """Matrices, of which those with the first one's input are cut to a rank by `weighting`: none, input or loss."""
 
     @property
-    def matrices(self) -> tuple[Matrix, ...]:
-        """Return the matrices."""
-        return tuple(self.geometry.matrices[role] for role in self.roles)
-
-    @property
     def input(self) -> Moment:
         """Return the moment of the first one's input."""
         return input_moment(self.matrices[0])

@@ -105,8 +105,7 @@ class QueryKey(Group[FlatLLM]):
     def variables(self) -> tuple[RankVariable, ...]:
         """Choose a rank, at most d."""
         block, D = self.geometry.attention, self.geometry.hidden
-        heads, d = block.heads + block.kv_heads, block.head_dim
-        bias = sum(matrix.biases for matrix in block.query_key)
+        heads, d, bias = block.heads + block.kv_heads, block.head_dim, self.bias_numbers
         return (self.variable(QUERY_KEY, d, lambda rank: bias + min(heads * (D + d) * rank, heads * d * D)),)
 
     def forms(self, ranks: Ranks) -> dict[str, FormSpec]:
@@ -123,7 +122,7 @@ class QueryKey(Group[FlatLLM]):
             return self.dense()
         tensors: dict[str, Tensor] = {}
         report: dict[str, Any] = {}
-        for matrix, moment in zip(self.geometry.attention.query_key, self.moments, strict=True):
+        for matrix, moment in zip(self.matrices, self.moments, strict=True):
             role = matrix.role
             basis_ndr, eigenvalues_nd = head_pca(self.statistics.moments[moment], rank)
             tensors[f"{role}.first.weight"] = encode_heads(basis_ndr.transpose(1, 2), self.weight(matrix))

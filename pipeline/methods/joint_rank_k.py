@@ -64,7 +64,7 @@ class Joint(LowRank[JointRankK]):
 
     def variables(self) -> tuple[RankVariable, ...]:
         """Choose one rank."""
-        sizes, biases = [size for _, size in self.stacks], sum(matrix.biases for matrix in self.matrices)
+        sizes, biases = [size for _, size in self.stacks], self.bias_numbers
         cap = max(-(-dense // per_rank) for dense, per_rank in sizes)  # the smallest rank at which all stay dense
 
         def cost(rank: float) -> float:
@@ -101,14 +101,13 @@ class Joint(LowRank[JointRankK]):
         rank, forms = ranks[self.rank_name], self.forms(ranks)
         if not forms:
             return self.dense()
-        biases = {key: bias for key, bias in self.weights.items() if key.endswith(".bias")}
         if self.entry.weighting == "loss":
             solution, clipped = self._by_loss(rank), {}
         else:
             roots = self.roots
             solution = self._factors(rank, roots)
             clipped = {"clipped": roots.clipped} if roots else {}
-        return Solution({**solution.tensors, **biases}, forms, solution.report | clipped)
+        return Solution({**solution.tensors, **self.biases()}, forms, solution.report | clipped)
 
     def _by_loss(self, rank: int) -> Solution:
         """Decompose each stack in the metric of the loss. docs/methods.md#curves."""

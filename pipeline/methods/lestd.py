@@ -100,7 +100,7 @@ class TuckerBlock(Group[LeSTD]):
     def variables(self) -> tuple[RankVariable, ...]:
         """Choose `size`, the stored numbers including the index, without biases; the cap is the largest useful size."""
         least, cap = self.bounds
-        biases = sum(self.geometry.matrices[role].biases for role in self.roles)
+        biases = self.bias_numbers
         return (self.variable(SIZE, cap, lambda size: biases + min(max(size, least), cap), multiple=1),)
 
     def curve(self) -> Curve:
@@ -146,7 +146,7 @@ class TuckerBlock(Group[LeSTD]):
         """
         if ranks[SIZE] >= self.dense_size:
             return self.dense()
-        tensors = {name: bias for name, bias in self.weights.items() if name.endswith(".bias")}
+        tensors = self.biases()
         form: dict[str, Any] = {"form": "tucker"} | ({"own_output": True} if _own_output(self.entry) else {})
         report: dict[str, Any] = {}
         for problem, part_size in zip(self.problems(), self._split(ranks[SIZE]), strict=True):

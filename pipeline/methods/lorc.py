@@ -118,8 +118,7 @@ class Latents(LowRank[LoRC]):
 
     def _factored(self, rank: float) -> float:
         """Count the numbers stored with latents."""
-        biases = sum(matrix.biases for matrix in self.matrices)
-        return rank * (self.geometry.hidden + _cached(self.geometry)) + biases
+        return rank * (self.geometry.hidden + _cached(self.geometry)) + self.bias_numbers
 
 
 class ValueLatents(Latents):

@@ -71,7 +71,7 @@ class MLP(Sizes):
         """Count the numbers stored at the smallest width and ranks."""
         width = min(self.widths)
         stacks = (self.reader_stack(width), self.writer_stack(width))
-        return sum(stack.least(self.multiple) for stack in stacks) + self.bias_numbers(width)
+        return sum(stack.least(self.multiple) for stack in stacks) + self.bias_numbers_at(width)
 
     # -- the curve ---------------------------------------------------------------------------------------------------
 
@@ -107,12 +107,12 @@ class MLP(Sizes):
         """Return the dense MLP, which loses nothing."""
         width = self.mlp.width
         stacks = (self.reader_stack(width), self.writer_stack(width))
-        numbers = sum(stack.numbers(stack.full) for stack in stacks) + self.bias_numbers(width)
+        numbers = sum(stack.numbers(stack.full) for stack in stacks) + self.bias_numbers_at(width)
         return Point({WIDTH: width, **{stack.name: stack.full for stack in stacks}}, numbers, 0.0)
 
     def _points(self, elimination: EliminatedChannels, by_width: Mapping[int, Piece]) -> Iterator[Point]:
         for width, loss in zip(self.widths, elimination["losses"], strict=True):
-            pruned = Point({WIDTH: width}, self.bias_numbers(width), loss)
+            pruned = Point({WIDTH: width}, self.bias_numbers_at(width), loss)
             losses = self._reader_losses(elimination, by_width, width)
             readers = self.reader_stack(width).points(losses, self.multiple)
             writer = self.writer_stack(width).points(_column(by_width[width]["writer"]), self.multiple)

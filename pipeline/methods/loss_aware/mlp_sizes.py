@@ -41,8 +41,8 @@ class Sizes(Stacked):
     def _form(self, width: int) -> Mapping[str, int]:
         return NO_WIDTHS if width >= self.mlp.width else {"width": width}
 
-    def bias_numbers(self, width: int) -> int:
-        """Count the numbers of all biases."""
+    def bias_numbers_at(self, width: int) -> int:
+        """Count the numbers of all biases at a width."""
         return width * sum(reader.bias for reader in self.mlp.readers) + self.mlp.writer.biases
 
 
