@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from manifests.methods import REAP, Frequency, MergeExperts
-from pipeline.kernels.deferred import Deferred
 from pipeline.methods.base import Visits
 from pipeline.methods.experts.merging import busiest, cluster, mean_outputs, merge, refit
 from pipeline.methods.experts.method import EXPERTS, Experts, ExpertsMethod
-from pipeline.methods.experts.mixture import Mixture, saliencies
 from pipeline.methods.experts.scores import SALIENCY_BY_EXPERT, TOKENS_BY_EXPERT
 from pipeline.methods.method import Ranks, Solution
 from pipeline.ranks.budget import RankVariable
@@ -37,9 +35,9 @@ class Reap(Experts[Entry]):
         cost = partial(self.numbers, width=experts[0].width)
         return (RankVariable(self.layer, self.name, EXPERTS, len(experts), self.rule["groups"], cost, self.counts[0]),)
 
-    def expert_scores(self, mixture: Mixture) -> Tensor:
+    def expert_scores(self) -> Tensor:
         """Return the mean of p‖f(m)‖ of each expert."""
-        return saliencies(mixture, self.inputs)
+        return self.sample.saliencies()
 
 
 class MostFrequent(Reap):
@@ -47,9 +45,9 @@ class MostFrequent(Reap):
 
     scored_by = TOKENS_BY_EXPERT
 
-    def expert_scores(self, mixture: Mixture) -> Tensor:
+    def expert_scores(self) -> Tensor:
         """Return the number of sampled tokens of each expert."""
-        return mixture.route(self.inputs).tokens(len(self.routed)).double()
+        return self.sample.tokens.double()
 
 
 class Merged(Reap):
@@ -62,19 +60,18 @@ class Merged(Reap):
 
     def solve(self, ranks: Ranks) -> Solution:
         """Merge clusters of experts. The router keeps the row of each cluster's member with the most tokens."""
-        experts, mixture, offload = self.routed, self.mixture, self.statistics.offload
+        experts, sample, offload = self.routed, self.sample, self.statistics.offload
         if ranks[EXPERTS] == len(experts):
             return self.unchanged()
-        clusters = cluster(mean_outputs(mixture, self.inputs), ranks[EXPERTS], mixture.rule.groups)
-        tokens_E = mixture.route(self.inputs).tokens(len(experts))
-        merged, kept = merge(mixture, clusters, tokens_E, offload), busiest(clusters, tokens_E)
+        clusters = cluster(mean_outputs(sample), ranks[EXPERTS], self.rule["groups"])
+        merged, kept = merge(sample.mixture, clusters, sample.tokens, offload), busiest(clusters, sample.tokens)
         if self.refits:
-            merged = refit(mixture, merged, self.inputs, offload)
-        stored = {number: partial(mixture.experts.__getitem__, number) for number in range(len(experts))}
-        stored |= {number: partial(merged.experts.__getitem__, place) for place, number in enumerate(kept)}
-        placed = replace(mixture, experts=Deferred([stored[number] for number in range(len(experts))]))
-        figures = {"clusters": clusters, **self.tokens_of_experts(mixture)}
-        return self.keep(placed, kept, experts[0].width, refit=False, figures=figures)
+            merged = refit(sample, merged, offload)
+        stored = [partial(sample.mixture.experts.__getitem__, number) for number in range(len(experts))]
+        for place, number in enumerate(kept):
+            stored[number] = partial(merged.experts.__getitem__, place)
+        figures = {"clusters": clusters, **self.tokens_of_experts()}
+        return self.keep(sample.with_experts(stored), kept, experts[0].width, refit=False, figures=figures)
 
 
 @dataclass(frozen=True)

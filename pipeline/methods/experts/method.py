@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -23,13 +23,11 @@ from pipeline.methods.base import E, Group, Method, Visits
 from pipeline.methods.experts.mixture import (
     ROUTER,
     ROUTER_BIAS,
-    Mixture,
+    MixtureSample,
     SolvedExpert,
     change_loss,
-    channel_moment,
     mixture_of,
     narrowed,
-    reader_moment,
     solve_shape,
 )
 from pipeline.methods.experts.scores import TOKENS_BY_EXPERT, few_tokens, kept_experts
@@ -81,7 +79,7 @@ class Experts(Group[E]):
         """Return True if the writers of the kept experts are fitted to the output of all experts."""
 
     @abstractmethod
-    def expert_scores(self, mixture: Mixture) -> Tensor:
+    def expert_scores(self) -> Tensor:
         """Return a score of each expert (E,); the experts with the highest scores are kept."""
 
     def solve(self, ranks: Ranks) -> Solution:
@@ -89,16 +87,18 @@ class Experts(Group[E]):
 
         The report has the sampled tokens of each dense expert and, under the key `scored_by`, its score.
         """
-        mixture, whole = self.mixture, self.routed[0].width
+        whole = self.routed[0].width
         width = ranks.get(WIDTH, whole)
         if ranks[EXPERTS] == len(self.routed) and width == whole:
             return self.unchanged()
-        scores_E = self.expert_scores(mixture)
-        kept = kept_experts(scores_E, ranks[EXPERTS], mixture.rule.groups).tolist()
-        figures = self.tokens_of_experts(mixture) | {self.scored_by: scores_E.tolist()}
-        return self.keep(mixture, kept, width, self.refits, figures)
+        scores_E = self.expert_scores()
+        kept = kept_experts(scores_E, ranks[EXPERTS], self.rule["groups"]).tolist()
+        figures = self.tokens_of_experts() | {self.scored_by: scores_E.tolist()}
+        return self.keep(self.sample, kept, width, self.refits, figures)
 
-    def keep(self, mixture: Mixture, kept: Sequence[int], width: int, refit: bool, figures: dict[str, Any]) -> Solution:
+    def keep(
+        self, sample: MixtureSample, kept: Sequence[int], width: int, refit: bool, figures: dict[str, Any]
+    ) -> Solution:
         """Keep some experts at one width, renumbered from 0, with their rows of the router.
 
         The report names the kept experts, those without sampled tokens and those with few, and has the predicted `loss`
@@ -107,14 +107,14 @@ class Experts(Group[E]):
         experts, metric = self.routed, None
         if (gradient := output_gradient(experts[0].writer)) in self.statistics.moments:
             metric = factored_mean(self.statistics, gradient)
-        solved, change_TD = solve_shape(mixture, self.inputs, metric, kept, width, refit, self.statistics.offload)
+        solved, change_TD = solve_shape(sample, metric, kept, width, refit, self.statistics.offload)
         tensors: dict[str, Callable[[], Tensor]] = {}
         forms: dict[str, FormSpec] = {}
         for block, number, each in zip(experts, kept, solved, strict=False):
             tensors |= _tensors(block, each)
             if width < experts[number].width:
                 forms |= dict.fromkeys(block.roles, FormSpec(form="pruned", rank=width))
-        router = mixture.subset(kept)
+        router = sample.mixture.subset(kept)
         bias_key = next((key for key in self.weights if key.startswith(f"{ROUTER_BIAS}.")), ROUTER_BIAS)
         rows = {f"{ROUTER}.weight": router.router, bias_key: router.bias, f"{ROUTER}.bias": router.logit_bias}
         tensors |= {key: in_memory(tensor) for key, tensor in rows.items() if tensor is not None}
@@ -126,46 +126,40 @@ class Experts(Group[E]):
         report: dict[str, Any] = {"experts": list(kept), "width": width, "unseen": unseen, "few_tokens": few}
         if metric is not None and change_TD is not None:
             report["loss"] = change_loss(change_TD, metric)
-        inputs = self.inputs_of(narrowed(mixture, kept, solved))
+        inputs = self.inputs_of(narrowed(sample, kept, solved))
         return Solution(DeferredTensors(tensors), forms, report | figures, inputs)
 
     def unchanged(self) -> Solution:
         """Return the weights, and the moments by which they may be rounded."""
-        return Solution(self.weights, {}, {"dense": True}, self.inputs_of(self.mixture))
+        return Solution(self.weights, {}, {"dense": True}, self.inputs_of(self.sample))
 
-    def inputs_of(self, mixture: Mixture) -> dict[str, Callable[[], Tensor]]:
+    def inputs_of(self, sample: MixtureSample) -> dict[str, Callable[[], Tensor]]:
         """Map the matrices whose inputs are an expert's own to functions that compute their moments on the sample.
 
-        They are the writers, and the readers of experts whose inputs the router's weights multiply. `mixture`: the
+        They are the writers, and the readers of experts whose inputs the router's weights multiply. `sample`: of the
         first experts of the layer, with new weights.
         """
-        routing, inputs = mixture.route(self.inputs), dict[str, Callable[[], Tensor]]()
-        for number, block in enumerate(self.routed[: len(mixture.experts)]):
-            inputs[block.writer.role] = partial(channel_moment, mixture, number, self.inputs, routing)
+        inputs: dict[str, Callable[[], Tensor]] = {}
+        for number, block in enumerate(self.routed[: len(sample.mixture.experts)]):
+            inputs[block.writer.role] = partial(sample.channel_moment, number)
             if block.weighed:
-                read = partial(reader_moment, mixture, number, self.inputs, routing)
-                inputs |= dict.fromkeys(roles_of(block.readers), read)
+                inputs |= dict.fromkeys(roles_of(block.readers), partial(sample.reader_moment, number))
         return inputs
 
-    def tokens_of_experts(self, mixture: Mixture) -> dict[str, Any]:
+    def tokens_of_experts(self) -> dict[str, Any]:
         """Return figures of a report: the sampled tokens of each expert, of several sources also by source."""
-        routing, by_source = mixture.route(self.inputs), dict[str, list[int]]()
-        for number in range(len(mixture.experts)):
-            passed_T = (routing.experts == number).any(dim=1)
+        by_source: dict[str, list[int]] = {}
+        for number in range(len(self.routed)):
+            passed_T = (self.sample.routing.experts == number).any(dim=1)
             for source, tokens in self.statistics.sources.count(passed_T).items():
                 by_source.setdefault(source, []).append(tokens)
-        figures: dict[str, Any] = {TOKENS_BY_EXPERT: routing.tokens(len(mixture.experts)).tolist()}
+        figures: dict[str, Any] = {TOKENS_BY_EXPERT: self.sample.tokens.tolist()}
         return figures | ({BY_SOURCE: by_source} if by_source else {})
 
-    @property
-    def mixture(self) -> Mixture:
-        """Return the mixture, whose experts are read on access."""
-        return mixture_of(self.geometry, self.weights)
-
-    @property
-    def inputs(self) -> Tensor:
-        """Return the sampled inputs of the mixture (T, D)."""
-        return self.statistics.moments[self.moments[0]][0]
+    @cached_property
+    def sample(self) -> MixtureSample:
+        """Return the mixture, whose experts are read on access, on the sampled inputs."""
+        return mixture_of(self.geometry, self.weights).on(self.statistics.moments[self.moments[0]][0])
 
     def visits(self, tokens: int) -> Visits:
         """Return how often each expert is read: for its score, to narrow and store it, twice to compare it with the

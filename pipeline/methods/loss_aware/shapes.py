@@ -22,7 +22,7 @@ from pipeline.kernels.mixture_refit import SWEEPS
 from pipeline.kernels.sensitivity import Factored
 from pipeline.methods.base import Group, Visits
 from pipeline.methods.experts.method import EXPERTS, WIDTH, Experts, ExpertsMethod
-from pipeline.methods.experts.mixture import Mixture, width_losses
+from pipeline.methods.experts.mixture import width_losses
 from pipeline.methods.experts.removal import refitted_counts, remaining_shares, removal_losses, removal_span
 from pipeline.methods.experts.scores import REMOVAL_LOSS_BY_EXPERT, kept_experts
 from pipeline.methods.loss_aware.latents import latent_groups
@@ -81,10 +81,10 @@ class Shape(Experts[LossAware]):
 
     def curve(self) -> Curve:
         """Return the shapes on the frontier; with `stock` all shapes, because the layers' curves are added by shape."""
-        mixture, inputs_TD, metric, counts = self.mixture, self.inputs, self._metric, self.counts
-        removal_E = removal_losses(mixture, inputs_TD, metric)
-        losses_En, output_TD = width_losses(mixture, inputs_TD, metric, self.widths)
-        remaining_C = remaining_shares(mixture, inputs_TD, metric, removal_E, counts, output_TD)
+        sample, metric = self.sample, self._metric
+        removal_E = removal_losses(sample, metric)
+        losses_En, output_TD = width_losses(sample, metric, self.widths)
+        remaining_C = remaining_shares(sample, metric, removal_E, self.counts, output_TD)
         points = self.points(removal_E, losses_En, remaining_C.tolist())
         # The hint: the solve need not compute the losses of removal again.
         return to_columns(points if self.stock else up_to_whole(points), json.dumps(removal_E.tolist()))
@@ -113,11 +113,11 @@ class Shape(Experts[LossAware]):
         """Count the numbers of a shape, with its padding."""
         return self.numbers(count, width) + (shared_padding(self.geometry, round(width)) if self.padded else 0)
 
-    def expert_scores(self, mixture: Mixture) -> Tensor:
+    def expert_scores(self) -> Tensor:
         """Return the predicted loss of each expert's removal, nats per token."""
         if self.statistics.hint:
-            return torch.tensor(json.loads(self.statistics.hint), dtype=torch.float64, device=self.inputs.device)
-        return removal_losses(mixture, self.inputs, self._metric)
+            return torch.tensor(json.loads(self.statistics.hint), dtype=torch.float64, device=self.sample.inputs.device)
+        return removal_losses(self.sample, self._metric)
 
     @property
     def _metric(self) -> Factored:

@@ -68,19 +68,19 @@ def test_the_rule_is_that_of_the_config(mixture: dict[str, object], rule: Routin
 @pytest.mark.parametrize(("kept", "width"), [([0, 1, 2, 3], WIDTH), ([1, 3], WIDTH), ([0, 3], 4)])
 def test_a_solution_has_the_experts_that_stay_and_their_rows(kept: list[int], width: int) -> None:
     group = make_group(groups=2)
-    mixture, weights = group.mixture, group.weights
+    sample, weights = group.sample, group.weights
     before = {key: tensor.clone() for key, tensor in weights.items()}
-    solution = group.keep(mixture, kept, width, True, {"figure": 1})
+    solution = group.keep(sample, kept, width, True, {"figure": 1})
     stays = {f"experts.{place}.{role}.weight" for place in range(len(kept)) for role in ("gate", "up", "down")}
     assert solution.tensors.keys() == stays | {"router.weight", "router_bias.e_score_correction_bias"}
     assert torch.equal(solution.tensors["router.weight"], weights["router.weight"][kept])
     forms = (0 if width == WIDTH else 3 * len(kept)) + (len(kept) < EXPERTS)
     assert len(solution.forms) == forms
     metric = factored_mean(group.statistics, OUTPUT_GRADIENT)
-    solved = solved_experts(mixture, group.inputs, metric, kept, width)
+    solved = solved_experts(sample, metric, kept, width)
     for place, each in enumerate(solved):
         assert torch.equal(solution.tensors[f"experts.{place}.gate.weight"], each.weights.readers[0])
-    expected = shape_loss(mixture, group.inputs, metric, kept, solved)
+    expected = shape_loss(sample, metric, kept, solved)
     assert solution.report["loss"] == pytest.approx(expected, rel=1e-9, abs=1e-18)
     assert (solution.report["experts"], solution.report["figure"]) == (kept, 1)
     assert all(torch.equal(weights[key], tensor) for key, tensor in before.items())
@@ -90,11 +90,11 @@ def test_experts_with_few_tokens_or_none_are_named() -> None:
     group = make_group(groups=1)
     bias_E = torch.tensor([5.0, 5.0, -5.0, 0.0])
     group = replace(group, weights={**group.weights, "router_bias.e_score_correction_bias": bias_E})
-    losses_E = removal_losses(group.mixture, group.inputs, factored_mean(group.statistics, OUTPUT_GRADIENT))
+    losses_E = removal_losses(group.sample, factored_mean(group.statistics, OUTPUT_GRADIENT))
     assert max(losses_E[2:]) < min(losses_E[:2])
-    report = group.keep(group.mixture, range(EXPERTS), 4, True, {}).report
+    report = group.keep(group.sample, range(EXPERTS), 4, True, {}).report
     assert report["unseen"] == ["experts.2", "experts.3"]
     assert report["few_tokens"] == {}
-    few = {**group.statistics.moments, group.moments[0]: group.inputs[None, :50]}
+    few = {**group.statistics.moments, group.moments[0]: group.sample.inputs[None, :50]}
     group = replace(group, statistics=Statistics(few, 50))
-    assert group.keep(group.mixture, [0, 1, 2], 4, True, {}).report["few_tokens"] == {"experts.0": 50, "experts.1": 50}
+    assert group.keep(group.sample, [0, 1, 2], 4, True, {}).report["few_tokens"] == {"experts.0": 50, "experts.1": 50}
