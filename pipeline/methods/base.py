@@ -201,16 +201,6 @@ class Method(ABC, Generic[E]):
     )
 
     @property
-    def keep(self) -> float | None:
-        """Return the method's own budget, or None if it shares the common one."""
-        return self.entry.keep
-
-    @property
-    def refine(self) -> Refine | None:
-        """Return the settings for training stored numbers after the solve, or None."""
-        return self.entry.refine
-
-    @property
     def fixed_ranks(self) -> bool:
         """Return True if the entry gives ranks, so that no budget applies."""
         return getattr(self.entry, "ranks", None) is not None

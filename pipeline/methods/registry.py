@@ -117,7 +117,7 @@ def claim_tasks(methods: Methods, geometry: Geometry) -> tuple[Task, ...]:
                     raise InputError(
                         f"layer {group.layer}: {role} is claimed by {other} and by {claim}; a tensor is claimed once"
                     )
-            tasks.append(group.task(position, method.refine))
+            tasks.append(group.task(position, method.entry.refine))
     return _by_layer(tasks)
 
 
@@ -333,7 +333,7 @@ class _Claims:
                 geometry.layers[group.layer].numbers(set(group.roles) - {*OUTER_ROLES})
                 for group in method.claims(geometry)
             ),
-            keep=method.keep,
+            keep=method.entry.keep,
             fixed=method.fixed_ranks,
             variables=tuple(
                 replace(variable, group=self.key(variable.layer, variable.group))

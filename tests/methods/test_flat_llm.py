@@ -338,7 +338,7 @@ def test_settings_decide_what_is_claimed() -> None:
     fixed = method_of(ranks={"value": 2})
     assert fixed.fixed_ranks
     assert fixed.scores == frozenset()
-    assert method_of(keep=0.5).keep == 0.5
+    assert method_of(keep=0.5).entry.keep == 0.5
     assert [group.name for group in method_of(mlp=False).claims(alone(geometry))] == ["attention"]
     assert [group.name for group in method_of(attention=False).claims(alone(geometry))] == ["mlp"]
     only = method_of(attention=False, mlp=False, query_key="head_pca").claims(alone(geometry))

@@ -18,7 +18,7 @@ from manifests.records import Curve
 from pipeline.families.blocks import MLPBlock, roles_of
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.interpolation import interpolate
-from pipeline.methods.loss_aware.mlp_sample import probed_ranks, probed_widths, routing_sample, sample_of
+from pipeline.methods.loss_aware.mlp_sample import routing_sample, sample_of
 from pipeline.methods.loss_aware.mlp_sizes import WIDTH, Sizes, encode_widths
 from pipeline.methods.loss_aware.mlp_solver import CACHE_BYTES, Solver
 from pipeline.methods.loss_aware.pairs import carry, complete
@@ -123,7 +123,7 @@ class MLP(Sizes):
 
         Bends are interpolated between the probed widths.
         """
-        linear, ranks = _column(by_width[width]["readers"]), probed_ranks(self.mlp, width)
+        linear, ranks = _column(by_width[width]["readers"]), self.probed_ranks(width)
         probed = elimination["probed"]
         if not probed or not ranks or width > probed[-1]:
             return linear
@@ -139,7 +139,7 @@ class MLP(Sizes):
     def _by_work(self) -> list[int]:
         """Return the widths in descending order of work: those to probe first, and within each part the largest
         first."""
-        probed = probed_widths(self)
+        probed = self.probed_widths()
         return sorted(self.widths, key=lambda width: (width not in probed, -width))
 
     # -- solutions ---------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ class MLP(Sizes):
 
 def _eliminated(solver: Solver) -> EliminatedChannels:
     losses = [float(solver.width_losses[width]) for width in solver.sizes.widths]
-    probed = probed_widths(solver.sizes, len(solver.sample.inputs))
+    probed = solver.sizes.probed_widths(len(solver.sample.inputs))
     return EliminatedChannels(order=solver.priority.tolist(), losses=losses, probed=probed)
 
 
