@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from manifests.errors import InputError
@@ -56,9 +57,6 @@ from pipeline.ranks.allocation import (
 from pipeline.ranks.budget import RankKey
 from pipeline.ranks.curves import from_columns
 from pipeline.ranks.importance import angular_importance
-
-NumberWeights = Mapping[str, float]  # task -> weight of each of its numbers in the budget
-
 
 Methods = Sequence[Method[Any]]
 
@@ -220,12 +218,9 @@ def allocate_ranks(
         InputError: the budget cannot be met. The message names the reachable range.
     """
     sizes = RoundedSizes(manifest, geometry)
-    claims = [
-        _Claims(position, method, geometry, scores, _weights(sizes, position, method))
-        for position, method in enumerate(methods)
-    ]
+    claims = [_Claims(position, method, geometry, scores, sizes) for position, method in enumerate(methods)]
     entries = [each.entry() for each in claims]
-    beyond = sum(each.overcounted(sizes, entry) for each, entry in zip(claims, entries, strict=True))
+    beyond = sum(each.overcounted(entry) for each, entry in zip(claims, entries, strict=True))
     claimed = {(group.layer, role) for method in methods for group in method.claims(geometry) for role in group.roles}
     entries = [entry for entry in entries if entry.dense_numbers]  # `Unchanged` may have nothing to round
     _check_max_loss(manifest, entries)
@@ -288,29 +283,34 @@ def layer_importance(mean_cosines: Sequence[float]) -> dict[int, float]:
     return dict(enumerate(angular_importance(mean_cosines)))
 
 
-def _weights(sizes: RoundedSizes, position: int, method: Method[Any]) -> NumberWeights:
-    """Map each task to the weight of its numbers, under a budget of bytes with several dtypes; else return {}."""
-    manifest, geometry = sizes.manifest, sizes.geometry
-    mixed = geometry.outer_bits or any(layer.own_bits for layer in geometry.layers)
-    chosen_bits = manifest.quantize is not None and manifest.quantize.bits == "auto"
-    weighed_already = chosen_bits and method.predicts(geometry)
-    if manifest.budget is None or manifest.budget.bytes is None or not mixed or weighed_already:
-        return {}
-    return {
-        task_key(group.layer, position, group.name): sizes.weight_of(group.geometry, group.roles)
-        for group in method.claims(geometry)
-    }
-
-
 @dataclass(frozen=True)
 class _Claims:
-    """The claims of one method, whose ranks are to be chosen. `position`: of the method in the manifest."""
+    """The claims of one method, whose ranks are to be chosen.
+
+    `position`: of the method in the manifest. `sizes`: None if no budget weighs numbers.
+    """
 
     position: int
     method: Method[Any]
     geometry: Geometry
     scores: Scores
-    weights: NumberWeights = field(default_factory=dict)
+    sizes: RoundedSizes | None = None
+
+    @cached_property
+    def weights(self) -> Mapping[str, float]:
+        """Map each task to the weight of its numbers, under a budget of bytes with several dtypes; else return {}."""
+        if self.sizes is None:
+            return {}
+        manifest, method, geometry = self.sizes.manifest, self.method, self.geometry
+        mixed = geometry.outer_bits or any(layer.own_bits for layer in geometry.layers)
+        chosen_bits = manifest.quantize is not None and manifest.quantize.bits == "auto"
+        weighed_already = chosen_bits and method.predicts(geometry)
+        if manifest.budget is None or manifest.budget.bytes is None or not mixed or weighed_already:
+            return {}
+        return {
+            self.key(group.layer, group.name): self.sizes.weight_of(group.geometry, group.roles)
+            for group in method.claims(geometry)
+        }
 
     def key(self, layer: int, group: str) -> str:
         """Return the key of a group's task."""
@@ -347,13 +347,13 @@ class _Claims:
         entry = weighed(entry, self.weights) if self.weights else entry
         return tied(entry) if method.uniform else entry
 
-    def overcounted(self, sizes: RoundedSizes, entry: Entry) -> float:
+    def overcounted(self, entry: Entry) -> float:
         """Sum `overcounted` over the groups inside the layers, if their numbers are weighted. `entry`: that of these
         claims."""
-        if not self.weights:
+        if self.sizes is None or not self.weights:
             return 0.0
         return sum(
-            sizes.overcounted(group.geometry, group.roles, entry.heaviest if entry.keeps_share else weight)
+            self.sizes.overcounted(group.geometry, group.roles, entry.heaviest if entry.keeps_share else weight)
             for group, weight in zip(self.method.claims(self.geometry), self.weights.values(), strict=True)
             if not {*group.roles} & {*OUTER_ROLES}
         )
