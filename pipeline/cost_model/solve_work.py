@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.cost_model.completion_work import completion_flops, without_others
+from pipeline.cost_model.completion_work import completion_flops, moments_without_others
 from pipeline.cost_model.rates import Rates
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.base import Group
@@ -38,7 +38,7 @@ def solve_work(task: Task, group: Group[Any], tokens: int, hinted: bool = False)
 def _common_work(task: Task, layer: LayerGeometry, tokens: int) -> Work:
     """Return the elementwise work on a task's weights and moments before and after solving, and the completion of
     moments."""
-    moments = [moment for moment in without_others(task, layer).moments if moment.kind != "sample"]
+    moments = [moment for moment in moments_without_others(task, layer) if moment.kind != "sample"]
     read = MOMENT_BYTES * 2.0 * sum(triangle_numbers(moment, layer) for moment in moments)
     return Work(sampled=completion_flops(task, layer, tokens), moved=WEIGHT_BYTES * layer.numbers(task.roles) + read)
 
