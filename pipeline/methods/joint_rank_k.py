@@ -28,7 +28,7 @@ from pipeline.methods.work import Work
 from pipeline.ranks.budget import RankKey, RankVariable
 
 QUERY_KEY, MLP = "query_key", "mlp"  # rank variables
-Stack = tuple[int, int]  # numbers of the dense weights, numbers that one more rank stores
+StackSize = tuple[int, int]  # numbers of the dense weights, numbers that one more rank stores
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Joint(LowRank[JointRankK]):
     cache: int = 0
 
     @property
-    def stacks(self) -> list[tuple[tuple[Matrix, ...], Stack]]:
+    def stacks(self) -> list[tuple[tuple[Matrix, ...], StackSize]]:
         """Return the matrices that are decomposed together, with their sizes."""
         rows, D = sum(matrix.outputs for matrix in self.matrices), self.geometry.hidden
         return [(self.matrices, (rows * D, rows + D))]
@@ -143,7 +143,7 @@ class Separate(Joint):
     """Matrices that read the same input, each with factors of its own, at one rank."""
 
     @property
-    def stacks(self) -> list[tuple[tuple[Matrix, ...], Stack]]:
+    def stacks(self) -> list[tuple[tuple[Matrix, ...], StackSize]]:
         """Return each matrix, with its size."""
         D = self.geometry.hidden
         return [((matrix,), (matrix.outputs * D, matrix.outputs + D)) for matrix in self.matrices]
@@ -171,7 +171,7 @@ class PerHead(Joint):
     form = "joint_head_low_rank"
 
     @property
-    def stacks(self) -> list[tuple[tuple[Matrix, ...], Stack]]:
+    def stacks(self) -> list[tuple[tuple[Matrix, ...], StackSize]]:
         """Return both matrices. The pairs of all heads count as one."""
         rows, D = sum(matrix.outputs for matrix in self.matrices), self.geometry.hidden
         return [(self.matrices, (rows * D, rows + self.geometry.attention.heads * D))]
@@ -259,7 +259,7 @@ class JointRankKMethod(Method[JointRankK]):
         }
 
 
-def _saves_nothing(size: Stack, rank: int) -> bool:
+def _saves_nothing(size: StackSize, rank: int) -> bool:
     dense, per_rank = size
     return rank * per_rank >= dense
 

@@ -65,7 +65,8 @@ class Experts(Group[E]):
     def counts(self) -> list[int]:
         """Return the allowed numbers of experts, ascending; the last is the dense number.
 
-        The router's groups stay equal, and have as many experts as it chooses from, and as its score of a group adds.
+        Each is a multiple of the number of the router's groups. The groups that it chooses have at least `top_k`
+        experts together. A group whose score is the sum of two experts' has at least two.
         """
         rule, whole = self.rule, len(self.routed)
         groups, top_k = rule["groups"], rule["top_k"]
