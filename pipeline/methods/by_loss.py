@@ -27,7 +27,10 @@ W = TypeVar("W", JointRankK, LoRC)
 
 
 class LowRank(Group[W]):
-    """Matrices, of which those with the first one's input are cut to a rank by `weighting`: none, input or loss."""
+    """Matrices with a common input, cut to a rank by the entry's `weighting`: none, input or loss.
+
+    Those with another input, such as the output projection of `lorc`, come last and are not cut.
+    """
 
     @property
     def input(self) -> Moment:
