@@ -17,7 +17,7 @@ from manifests.records import Scheme
 from pipeline.families.blocks import owner_of
 from pipeline.kernels.deferred import DeferredTensors
 from pipeline.methods.base import Group
-from pipeline.methods.experts.method import ROUTER
+from pipeline.methods.experts.mixture import ROUTER
 from pipeline.methods.experts.scores import few_tokens
 from pipeline.methods.method import Moment, Ranks, Solution, Statistics, stored_dtype
 from pipeline.methods.text_sources import BY_SOURCE

@@ -55,7 +55,7 @@ def bounded_by(job: PlannedJob) -> str:
 
 def _ignores_budget(methods: Methods) -> bool:
     """Return True if every entry has its own size."""
-    return all(method.fixed_ranks or method.keep is not None for method in methods)
+    return all(method.fixed_ranks or method.entry.keep is not None for method in methods)
 
 
 def _most_numbers(job: PlannedJob) -> int:

@@ -5,23 +5,21 @@ Legend: N channels of an expert, D hidden, m sampled tokens of others.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pipeline.families.blocks import MLPBlock
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.routing import OTHERS
 from pipeline.methods.experts.completing import own_experts, samples_of_others
-from pipeline.methods.method import Task
+from pipeline.methods.method import Moment, Task
 from pipeline.methods.moments import input_moment
 
 VALUES = 6  # float64 arrays (m, N) at a time: the outputs of both readers, channels, derivatives, products
 ROUTED = 3  # float32 arrays (m, E): logits, scores, their order
 
 
-def without_others(task: Task, layer: LayerGeometry) -> Task:
-    """Return a task without the sample from which tokens of others are taken, which only completes its moments."""
+def moments_without_others(task: Task, layer: LayerGeometry) -> list[Moment]:
+    """Return a task's moments without the sample from which tokens of others are taken, which only completes them."""
     added = samples_of_others(layer)
-    return replace(task, moments=tuple(moment for moment in task.moments if moment not in added))
+    return [moment for moment in task.moments if moment not in added]
 
 
 def completed_experts(task: Task, layer: LayerGeometry) -> list[MLPBlock]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from manifests.schema import Manifest
-from pipeline.cost_model.completion_work import completion_bytes, without_others
+from pipeline.cost_model.completion_work import completion_bytes, moments_without_others
 from pipeline.cost_model.passes import PlannedPasses
 from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.cost_model.refinement_work import SCORES, VALUE_BYTES, refine_bytes
@@ -156,7 +156,7 @@ def solve_bytes(task: Task, geometry: LayerGeometry) -> int:
     """
     samples = sum(moment_bytes(moment, geometry) for moment in task.moments if moment.kind == "sample")
     moments = sum(moment_bytes(moment, geometry) for moment in task.moments if moment.kind != "sample")
-    fits = any(moment.kind == "sample" for moment in without_others(task, geometry).moments)
+    fits = any(moment.kind == "sample" for moment in moments_without_others(task, geometry))
     copies = (CURVE_COPIES if fits else SOLVE_COPIES) * moments
     solving = max(copies, 2 * moments + completion_bytes(task, geometry))
     return solving + samples + geometry.numbers(task.roles) * 8 + geometry.num_bytes(task.roles)

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pipeline.cost_model.passes import PlannedPasses
 from pipeline.cost_model.prices import ASSEMBLE_SECONDS, START_SECONDS, Prices
 from pipeline.cost_model.rates import Rates
-from pipeline.cost_model.rounding_work import round_seconds
 from pipeline.cost_model.solve_work import solve_seconds
 from pipeline.driver.in_flight import layers_ahead
 from pipeline.driver.layer_reading import LAYERS_AHEAD
@@ -38,7 +37,7 @@ def phase_seconds(prices: Prices) -> dict[str, float]:
         curves = _spread([solve_seconds(curve, rates) + waiting for curve in work.curves] * layers, passes.workers)
         phases["curves"] = max(curves, layers * (prices.moments_from_disk_seconds() + prices.streamed_seconds()))
     if work.rounding:
-        phases["round"] = _spread([round_seconds(task, rates) for task in work.rounding], passes.workers)
+        phases["round"] = _spread([solve_seconds(task, rates) for task in work.rounding.values()], passes.workers)
         if work.curves:
             phases["curves"] += work.trials * phases["round"]
     if work.correction_flops:

@@ -32,7 +32,7 @@ class Prices:
     def of_layers_alone(self, *, rounds: bool) -> Prices:
         """Return the prices of the first solve of `budget.measure_layers`: without corrections and training, and with
         rounding only if it `rounds`."""
-        work = replace(self.work, rounding=self.work.rounding if rounds else (), refinement=UNREFINED)
+        work = replace(self.work, rounding=self.work.rounding if rounds else {}, refinement=UNREFINED)
         return replace(self, work=replace(work, correction_flops=0.0, pair_bytes=(), pair_added_bytes=0.0))
 
     # -- passes through a layer --------------------------------------------------------------------------------------

@@ -6,14 +6,13 @@ Legend: O outputs, I inputs of a stored matrix; N intermediate.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from manifests.schema import Manifest
-from pipeline.cost_model.rates import Rates
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.gptq import TABLE_SWEEPS
 from pipeline.kernels.two_sided import POLISHED_ROWS, SECTION
 from pipeline.methods.method import Task
+from pipeline.methods.work import Work
 
 TRIED_BYTES = 700  # moved per number to try twenty scales
 FED_BYTES = 300  # moved per number for error feedback, mostly the earlier errors of its block
@@ -23,28 +22,10 @@ SEARCHED_NEAREST = 1.5  # as much without feedback, where more scales are tried
 BOTH_BYTES = 1000  # moved per number for feedback on both sides, mostly within a block
 
 
-@dataclass(frozen=True)
-class RoundWork:
-    """The rounding work of one task.
-
-    Attributes:
-        flops: float64 operations of factors.
-        fed_flops: float32 operations of error feedback.
-        steps: columns that are rounded one after another.
-        moved_bytes: bytes of memory moved.
-    """
-
-    name: str
-    flops: float
-    fed_flops: float
-    steps: int
-    moved_bytes: float
-
-
 def rounding_work(
     tasks: Iterable[Task], manifest: Manifest, layers: Sequence[LayerGeometry], kept: float
-) -> tuple[RoundWork, ...]:
-    """Return the rounding work of every rounded task of the job; none without `quantize`.
+) -> dict[str, Work]:
+    """Map every rounded task of the job, by `Task.key`, to the work of its rounding; none without `quantize`.
 
     It is I³/3 for the factor of each input, whose readers are rounded together, and O I² for each matrix and each pass
     over it: one of error feedback, and the sweeps of polishing. Feedback on both sides takes s² O/3 and in each pass s
@@ -54,12 +35,12 @@ def rounding_work(
     """
     quantize, fed = manifest.rounding, manifest.rounds_by_feedback
     if quantize is None:
-        return ()
+        return {}
     tables = [kind for kind in quantize.kinds_of_levels if kind != "uniform"]
     searched = sum(SEARCHED_BYTES[kind] for kind in tables)
     kinds = len(quantize.kinds_of_levels)
     passes = kinds + TABLE_SWEEPS * len(tables) + quantize.polish * (kinds - len(tables))
-    works: list[RoundWork] = []
+    works: dict[str, Work] = {}
     for task in tasks:
         layer, cut = layers[task.layer], kept if task.method < len(manifest.methods) else 1.0
         rounded = {role for role in (*layer.matrices, *quantize.outer_roles) if not quantize.skips(role)}
@@ -68,18 +49,18 @@ def rounding_work(
         inputs = {moment.point for moment in task.moments if moment.point in points and moment.kind == "value"}
         numbers = sum(rows * columns for rows, columns in sizes)
         if fed and inputs and quantize.feedback == "both":
-            works.append(RoundWork(task.name, *_both_sides(sizes, kinds, passes - kinds, searched)))
+            works[task.key] = _both_sides(sizes, kinds, passes - kinds, searched)
         elif fed and inputs:
             widths = {columns for _, columns in sizes}
-            flops = sum(width**3 / 3 for width in widths)
-            fed_flops = passes * float(sum(rows * columns**2 for rows, columns in sizes))
-            steps = passes * sum(widths)
-            moved = numbers * float(TRIED_BYTES + passes * FED_BYTES + searched)
-            works.append(RoundWork(task.name, flops, fed_flops, steps, moved))
+            works[task.key] = Work(
+                sum(width**3 / 3 for width in widths),
+                single=passes * float(sum(rows * columns**2 for rows, columns in sizes)),
+                columns=passes * sum(widths),
+                moved=numbers * float(TRIED_BYTES + passes * FED_BYTES + searched),
+            )
         elif numbers:
-            moved = numbers * (TRIED_BYTES + SEARCHED_NEAREST * searched)
-            works.append(RoundWork(task.name, 0.0, 0.0, 0, moved))
-    return tuple(works)
+            works[task.key] = Work(moved=numbers * (TRIED_BYTES + SEARCHED_NEAREST * searched))
+    return works
 
 
 def trials(manifest: Manifest) -> int:
@@ -88,10 +69,8 @@ def trials(manifest: Manifest) -> int:
     return SIZES_TRIED * (len(quantize.choices) - 1) if quantize is not None and quantize.bits == "auto" else 0
 
 
-def _both_sides(
-    sizes: Sequence[tuple[int, int]], kinds: int, sweeps: int, searched: int
-) -> tuple[float, float, int, float]:
-    """Return the numbers of a `RoundWork` with feedback on both sides, for matrices of these shapes."""
+def _both_sides(sizes: Sequence[tuple[int, int]], kinds: int, sweeps: int, searched: int) -> Work:
+    """Count the rounding of matrices of these shapes with feedback on both sides."""
     sections = [-(-rows // SECTION) for rows, _ in sizes]
     flops = sum(width**3 / 3 for width in {columns for _, columns in sizes})
     fed_flops, steps, moved = 0.0, 0, 0.0
@@ -101,7 +80,7 @@ def _both_sides(
         turns = -(-rows // (count * POLISHED_ROWS))
         steps += kinds * 2 * (rows + count * columns) + sweeps * turns * columns
         moved += rows * columns * float(TRIED_BYTES + searched + kinds * BOTH_BYTES + sweeps * FED_BYTES)
-    return flops, fed_flops, steps, moved
+    return Work(flops, single=fed_flops, columns=steps, moved=moved)
 
 
 def _stored_shape(role: str, layer: LayerGeometry, kept: float) -> tuple[int, int]:
@@ -113,9 +92,3 @@ def _stored_shape(role: str, layer: LayerGeometry, kept: float) -> tuple[int, in
         if role in block.roles:
             return round(rows * kept), columns
     return rows, columns
-
-
-def round_seconds(work: RoundWork, rates: Rates) -> float:
-    """Return the seconds of one task on one worker."""
-    computing = work.flops / rates.double + work.fed_flops / rates.single
-    return computing + work.moved_bytes / rates.memory + work.steps * rates.column_s

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.cost_model.completion_work import completion_flops, without_others
+from pipeline.cost_model.completion_work import completion_flops, moments_without_others
 from pipeline.cost_model.rates import Rates
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.base import Group
@@ -38,7 +38,7 @@ def solve_work(task: Task, group: Group[Any], tokens: int, hinted: bool = False)
 def _common_work(task: Task, layer: LayerGeometry, tokens: int) -> Work:
     """Return the elementwise work on a task's weights and moments before and after solving, and the completion of
     moments."""
-    moments = [moment for moment in without_others(task, layer).moments if moment.kind != "sample"]
+    moments = [moment for moment in moments_without_others(task, layer) if moment.kind != "sample"]
     read = MOMENT_BYTES * 2.0 * sum(triangle_numbers(moment, layer) for moment in moments)
     return Work(sampled=completion_flops(task, layer, tokens), moved=WEIGHT_BYTES * layer.numbers(task.roles) + read)
 
@@ -54,6 +54,8 @@ def solve_flops(work: Work) -> float:
 
 
 def solve_seconds(work: Work, rates: Rates) -> float:
-    """Return the time of one task on one worker."""
-    seconds = work.products / rates.double + eigen_flops(work) / rates.eigen + work.factors / rates.factors
-    return seconds + work.moved / rates.memory + work.sampled / rates.products + work.steps * rates.step_s
+    """Return the time of one task's curve, solve or rounding on one worker."""
+    computing = work.products / rates.double + work.single / rates.single
+    computing = computing + eigen_flops(work) / rates.eigen + work.factors / rates.factors
+    seconds = computing + work.moved / rates.memory + work.sampled / rates.products
+    return seconds + work.steps * rates.step_s + work.columns * rates.column_s

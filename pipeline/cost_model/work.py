@@ -6,15 +6,15 @@ Legend: D hidden, H heads, d head_dim, N intermediate, F width of a moment, T ca
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from manifests.quantize import OUTER_ROLES
 from manifests.schema import Manifest
 from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.cost_model.refinement_work import UNREFINED, RefineWork, layer_descent_flops, refine_work
-from pipeline.cost_model.rounding_work import SIZES_TRIED, RoundWork, rounding_work, trials
+from pipeline.cost_model.rounding_work import SIZES_TRIED, rounding_work, trials
 from pipeline.cost_model.solve_work import curve_work, solve_work, triangle_numbers
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
@@ -66,7 +66,7 @@ class LayerWork:
         correction_flops: of the walk of `correct: output`: two layers to each point and once to the end, their pairs.
         refinement: the training of the layer.
         held_out_flops: of the dense and of the compressed model on held-out text, in float32 on tensor cores.
-        rounding: of every rounded task of the job, in all layers and outside of them.
+        rounding: of every rounded task of the job, in all layers and outside of them, by `Task.key`.
         trials: how often each task is rounded beside that, to choose its bits.
         compare_flops: of the comparison that `verify` repeats: the dense layer, and the compressed one on the hidden
             states of both models, in float32.
@@ -95,7 +95,7 @@ class LayerWork:
     correction_flops: float = 0.0
     refinement: RefineWork = UNREFINED
     held_out_flops: tuple[float, float] = (0.0, 0.0)
-    rounding: tuple[RoundWork, ...] = ()
+    rounding: Mapping[str, Work] = field(default_factory=dict)
     trials: int = 0
     compare_flops: float = 0.0
     built_bytes: float = 0.0

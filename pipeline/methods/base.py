@@ -73,6 +73,16 @@ class Group(ABC, Generic[E]):
         return self.geometry.mlp_of(self.roles[0])
 
     @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """Return the matrices of the roles."""
+        return tuple(self.geometry.matrices[role] for role in self.roles)
+
+    @property
+    def bias_numbers(self) -> int:
+        """Count the numbers of the matrices' biases."""
+        return sum(matrix.biases for matrix in self.matrices)
+
+    @property
     def multiple(self) -> int:
         """Return the number that divides all chosen ranks."""
         return self.entry.multiple(self.geometry.hidden)
@@ -80,6 +90,10 @@ class Group(ABC, Generic[E]):
     def weight(self, matrix: Matrix) -> Tensor:
         """Return the dense weight of a matrix."""
         return self.weights[matrix.weight_key]
+
+    def biases(self) -> dict[str, Tensor]:
+        """Return the dense biases."""
+        return {key: bias for key, bias in self.weights.items() if key.endswith(".bias")}
 
     def mean(self, moment: Moment) -> Tensor:
         """Return the first part of a moment per calibration token, float64."""
@@ -173,26 +187,18 @@ class Method(ABC, Generic[E]):
 
     Attributes:
         own_class: OUTPUT is an ordinary checkpoint whose class cannot hold the results of other methods.
+        listed: an entry of `methods` names it, so that it must claim something.
         routed_only: claim only routed experts, because the budget counts only them.
     """
 
     name: ClassVar[str]
     own_class: ClassVar[bool] = False
+    listed: ClassVar[bool] = True
     entry: E
     routed_only: bool = False
     _claimed: list[tuple[Geometry, tuple[Group[Any], ...]]] = field(
         default_factory=list, init=False, compare=False, repr=False
     )
-
-    @property
-    def keep(self) -> float | None:
-        """Return the method's own budget, or None if it shares the common one."""
-        return self.entry.keep
-
-    @property
-    def refine(self) -> Refine | None:
-        """Return the settings for training stored numbers after the solve, or None."""
-        return self.entry.refine
 
     @property
     def fixed_ranks(self) -> bool:
@@ -273,6 +279,10 @@ class Method(ABC, Generic[E]):
             return dict.fromkeys(layers, ratio)
         shares = preserve_importance([importance[layer] for layer in layers], ratio)
         return dict(zip(layers, shares, strict=True))
+
+    def outer_ranks(self, geometry: Geometry) -> Mapping[tuple[int, str], dict[str, int]]:
+        """Map layer and name of each group outside the layers, which the budget does not count, to its ranks."""
+        return {}
 
     def cache_target(self, geometry: Geometry) -> float | None:
         """Return the budget in cached numbers per token over all layers, or None if it counts stored numbers."""

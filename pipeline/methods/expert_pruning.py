@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from manifests.methods import REAP, Frequency, MergeExperts
-from pipeline.kernels.deferred import Deferred
 from pipeline.methods.base import Visits
 from pipeline.methods.experts.merging import busiest, cluster, mean_outputs, merge, refit
-from pipeline.methods.experts.method import Experts, ExpertsMethod, renumbered, tokens_of_experts
-from pipeline.methods.experts.mixture import Mixture, expert_sums, expert_tokens
-from pipeline.methods.experts.scores import (
-    SALIENCY_BY_EXPERT,
-    TOKENS_BY_EXPERT,
-    ExpertSums,
-    frequency_scores,
-    reap_scores,
-)
-from pipeline.methods.experts.shapes import EXPERTS
-from pipeline.methods.experts.solutions import solve
+from pipeline.methods.experts.method import EXPERTS, Experts, ExpertsMethod
+from pipeline.methods.experts.scores import SALIENCY_BY_EXPERT, TOKENS_BY_EXPERT
 from pipeline.methods.method import Ranks, Solution
 from pipeline.ranks.budget import RankVariable
 
@@ -45,13 +35,9 @@ class Reap(Experts[Entry]):
         cost = partial(self.numbers, width=experts[0].width)
         return (RankVariable(self.layer, self.name, EXPERTS, len(experts), self.rule["groups"], cost, self.counts[0]),)
 
-    def expert_scores(self, mixture: Mixture) -> Tensor:
-        """Return the scores of experts from their sums over the sample."""
-        return self.score(expert_sums(mixture, self.inputs))
-
-    def score(self, sums: ExpertSums) -> Tensor:
+    def expert_scores(self) -> Tensor:
         """Return the mean of p‖f(m)‖ of each expert."""
-        return reap_scores(sums)
+        return self.sample.saliencies()
 
 
 class MostFrequent(Reap):
@@ -59,9 +45,9 @@ class MostFrequent(Reap):
 
     scored_by = TOKENS_BY_EXPERT
 
-    def score(self, sums: ExpertSums) -> Tensor:
-        """Return the number of tokens of each expert."""
-        return frequency_scores(sums)
+    def expert_scores(self) -> Tensor:
+        """Return the number of sampled tokens of each expert."""
+        return self.sample.tokens.double()
 
 
 class Merged(Reap):
@@ -74,21 +60,18 @@ class Merged(Reap):
 
     def solve(self, ranks: Ranks) -> Solution:
         """Merge clusters of experts. The router keeps the row of each cluster's member with the most tokens."""
-        experts, mixture, offload = self.routed, self.mixture, self.statistics.offload
+        experts, sample, offload = self.routed, self.sample, self.statistics.offload
         if ranks[EXPERTS] == len(experts):
             return self.unchanged()
-        clusters = cluster(mean_outputs(mixture, self.inputs), ranks[EXPERTS], mixture.rule.groups)
-        tokens_E = expert_tokens(mixture, self.inputs)
-        merged, kept = merge(mixture, clusters, tokens_E, offload), busiest(clusters, tokens_E)
+        clusters = cluster(mean_outputs(sample), ranks[EXPERTS], self.rule["groups"])
+        merged, kept = merge(sample.mixture, clusters, sample.tokens, offload), busiest(clusters, sample.tokens)
         if self.refits:
-            merged = refit(mixture, merged, self.inputs, offload)
-        stored = {number: partial(mixture.experts.__getitem__, number) for number in range(len(experts))}
-        stored |= {number: partial(merged.experts.__getitem__, place) for place, number in enumerate(kept)}
-        placed = replace(mixture, experts=Deferred([stored[number] for number in range(len(experts))]))
-        width, tokens = experts[0].width, self.moments[0].tokens
-        solution = solve(experts, placed, self.statistics, tokens, kept, width, refit=False)
-        figures = {"clusters": clusters, **tokens_of_experts(mixture, self.inputs, self.statistics)}
-        return renumbered(replace(solution, report=solution.report | figures), self.geometry, kept, self.weights)
+            merged = refit(sample, merged, offload)
+        stored = [partial(sample.mixture.experts.__getitem__, number) for number in range(len(experts))]
+        for place, number in enumerate(kept):
+            stored[number] = partial(merged.experts.__getitem__, place)
+        figures = {"clusters": clusters, **self.tokens_of_experts()}
+        return self.keep(sample.with_experts(stored), kept, experts[0].width, refit=False, figures=figures)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from pipeline.methods.base import Group, Method
 from pipeline.methods.by_loss import curve_of
 from pipeline.methods.method import Moment, Ranks, Scores, Solution
 from pipeline.methods.moments import input_moment, output_gradient
-from pipeline.methods.tensors import biases_of, channel_priority, encoded_values
+from pipeline.methods.tensors import biases_of, channel_priority, encoded_values, kept_channels
 from pipeline.methods.work import Work, elimination, spectra
 from pipeline.ranks.budget import RankKey, RankVariable
 
@@ -105,8 +105,7 @@ class QueryKey(Group[FlatLLM]):
     def variables(self) -> tuple[RankVariable, ...]:
         """Choose a rank, at most d."""
         block, D = self.geometry.attention, self.geometry.hidden
-        heads, d = block.heads + block.kv_heads, block.head_dim
-        bias = sum(matrix.biases for matrix in block.query_key)
+        heads, d, bias = block.heads + block.kv_heads, block.head_dim, self.bias_numbers
         return (self.variable(QUERY_KEY, d, lambda rank: bias + min(heads * (D + d) * rank, heads * d * D)),)
 
     def forms(self, ranks: Ranks) -> dict[str, FormSpec]:
@@ -123,7 +122,7 @@ class QueryKey(Group[FlatLLM]):
             return self.dense()
         tensors: dict[str, Tensor] = {}
         report: dict[str, Any] = {}
-        for matrix, moment in zip(self.geometry.attention.query_key, self.moments, strict=True):
+        for matrix, moment in zip(self.matrices, self.moments, strict=True):
             role = matrix.role
             basis_ndr, eigenvalues_nd = head_pca(self.statistics.moments[moment], rank)
             tensors[f"{role}.first.weight"] = encode_heads(basis_ndr.transpose(1, 2), self.weight(matrix))
@@ -180,10 +179,7 @@ class Channels(Group[FlatLLM]):
             if self.entry.weighting == "loss":
                 weighted_DN = factored(self.mean(output_gradient(writer))).factor.T @ down_DN.double()
             kept_k, refit_Dk, error, jitter, fallbacks = prune(moment_NN, down_DN, rank, weighted_DN)
-        tensors = {writer.weight_key: refit_Dk}
-        tensors |= {reader.weight_key: self.weight(reader)[kept_k].double() for reader in block.readers}
-        tensors |= {key: bias[kept_k] for key, bias in biases_of(self.weights, block.readers).items()}
-        tensors |= biases_of(self.weights, (writer,))
+        tensors = kept_channels(self.weights, block, kept_k, refit_Dk)
         report = {"error": error, **fallbacks} | ({"selection_jitter": jitter} if jitter else {})
         inputs = {writer.role: lambda: moment_NN[kept_k][:, kept_k] / self.statistics.tokens}
         return Solution(tensors, self.forms(ranks), report, inputs, dict.fromkeys(roles_of(block.readers), kept_k))

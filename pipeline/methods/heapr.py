@@ -17,6 +17,7 @@ from pipeline.kernels.nystrom import nystrom_refit
 from pipeline.methods.base import Group, Method
 from pipeline.methods.method import Ranks, Solution
 from pipeline.methods.moments import input_moment, output_gradient
+from pipeline.methods.tensors import kept_channels
 from pipeline.methods.work import REMOVED_SHARE, Work, refit_flops
 from pipeline.ranks.curves import Point, steps, to_columns
 
@@ -52,9 +53,7 @@ class Channels(Group[HEAPr]):
         if self.entry.refit:
             written_Dk, refit = nystrom_refit(written_DN, self.mean(input_moment(writer)), kept_k)
             report |= refit
-        whole = (writer.weight_key, writer.bias_key)
-        tensors = {key: tensor if key in whole else tensor[kept_k] for key, tensor in self.weights.items()}
-        return Solution({**tensors, writer.weight_key: written_Dk}, self.forms(ranks), report)
+        return Solution(kept_channels(self.weights, self.mlp, kept_k, written_Dk), self.forms(ranks), report)
 
     def solve_work(self, tokens: int, hinted: bool = False) -> Work:
         """Count the losses of all channels, and a refit."""

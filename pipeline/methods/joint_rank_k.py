@@ -5,7 +5,7 @@ Legend: D hidden, m rows of a stack, k rank, H query heads, d head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,57 +17,40 @@ from manifests.records import Curve, FormSpec
 from pipeline.families.blocks import Matrix, roles_of
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
-from pipeline.kernels.lowrank import InputRoots, input_roots, joint_low_rank, rank_limit
+from pipeline.kernels.lowrank import InputRoots, joint_low_rank, rank_limit
 from pipeline.kernels.scales import equalize, scale_report
-from pipeline.kernels.sensitivity import losses_by_rank
 from pipeline.kernels.spectra import dropped_share, spectrum
-from pipeline.methods.base import Group, Method
-from pipeline.methods.by_loss import curve_of, directions, factors, losses
+from pipeline.methods.base import Method
+from pipeline.methods.by_loss import LowRank, curve_of, moments_of
 from pipeline.methods.method import Moment, Ranks, Scores, Solution
-from pipeline.methods.moments import input_moment, pull
 from pipeline.methods.tensors import factors_of
-from pipeline.methods.work import Work, directed_stack, direction_losses, low_rank
+from pipeline.methods.work import Work
 from pipeline.ranks.budget import RankKey, RankVariable
 
 QUERY_KEY, MLP = "query_key", "mlp"  # rank variables
-Stack = tuple[int, int]  # numbers of the dense weights, numbers that one more rank stores
+StackSize = tuple[int, int]  # numbers of the dense weights, numbers that one more rank stores
 
 
 @dataclass(frozen=True)
-class MatrixPair(Group[JointRankK]):
-    """Two matrices that read the same input.
+class Joint(LowRank[JointRankK]):
+    """Matrices that read the same input, with a common first factor.
 
     Attributes:
         rank_name: the name of their rank.
-        form: how the entry decomposes them.
         shared: the name of the factor that they share.
         cache: the numbers per token that they cache.
     """
 
+    form: ClassVar[str] = "joint_low_rank"
     rank_name: str = QUERY_KEY
-    form: str = "joint"
     shared: str = QUERY_KEY
     cache: int = 0
 
     @property
-    def matrices(self) -> tuple[Matrix, ...]:
-        """Return the matrices."""
-        return tuple(self.geometry.matrices[role] for role in self.roles)
-
-    @property
-    def input(self) -> Moment:
-        """Return the moment of their input."""
-        return input_moment(self.matrices[0])
-
-    @property
-    def stacks(self) -> list[tuple[tuple[Matrix, ...], Stack]]:
-        """Return the matrices that are decomposed together, with their sizes. The pairs of all heads count as one."""
-        D = self.geometry.hidden
-        if self.form == "separate":
-            return [((matrix,), (matrix.outputs * D, matrix.outputs + D)) for matrix in self.matrices]
-        firsts = self.geometry.attention.heads if self.form == "joint_per_head" else 1
-        rows = sum(matrix.outputs for matrix in self.matrices)
-        return [(self.matrices, (rows * D, rows + firsts * D))]
+    def stacks(self) -> list[tuple[tuple[Matrix, ...], StackSize]]:
+        """Return the matrices that are decomposed together, with their sizes."""
+        rows, D = sum(matrix.outputs for matrix in self.matrices), self.geometry.hidden
+        return [(self.matrices, (rows * D, rows + D))]
 
     @property
     def limit(self) -> int:
@@ -81,7 +64,7 @@ class MatrixPair(Group[JointRankK]):
 
     def variables(self) -> tuple[RankVariable, ...]:
         """Choose one rank."""
-        sizes, biases = [size for _, size in self.stacks], sum(matrix.biases for matrix in self.matrices)
+        sizes, biases = [size for _, size in self.stacks], self.bias_numbers
         cap = max(-(-dense // per_rank) for dense, per_rank in sizes)  # the smallest rank at which all stay dense
 
         def cost(rank: float) -> float:
@@ -91,13 +74,13 @@ class MatrixPair(Group[JointRankK]):
 
     def curve(self) -> Curve:
         """Predict the loss by rank. For separate weights it is the sum, as if their errors were uncorrelated."""
-        input_DD, curves = self.mean(self.input), []
-        for matrices, stack in self.stacks:
+        curves = []
+        for matrices, size in self.stacks:
             parts, _ = equalize([self.weight(matrix) for matrix in matrices])
-            curves.append((stack, losses(parts, self.entry.weighting, input_DD, self.mean(pull(matrices)))))
+            curves.append((size, self.losses(matrices, parts)))
 
         def loss_at(rank: int) -> float:
-            return sum(0.0 if _saves_nothing(stack, rank) else float(by_rank[rank]) for stack, by_rank in curves)
+            return sum(0.0 if _saves_nothing(size, rank) else float(by_rank[rank]) for size, by_rank in curves)
 
         (variable,) = self.variables()
         return curve_of(variable, loss_at, lambda rank: self.cache)
@@ -105,13 +88,12 @@ class MatrixPair(Group[JointRankK]):
     def forms(self, ranks: Ranks) -> dict[str, FormSpec]:
         """Map each role to its form. Roles for which factors would save nothing are left out."""
         rank = ranks[self.rank_name]
-        if all(_saves_nothing(stack, rank) for _, stack in self.stacks):
+        if all(_saves_nothing(size, rank) for _, size in self.stacks):
             return {}
-        if self.form == "separate":
-            cut = (matrix.role for matrix in self.matrices if rank <= rank_limit(*matrix.shape))
-            return dict.fromkeys(cut, FormSpec(form="low_rank", rank=rank))
-        kind = "joint_head_low_rank" if self.form == "joint_per_head" else "joint_low_rank"
-        return dict.fromkeys(self.roles, FormSpec(form=kind, rank=rank, group=self.shared))
+        return self._forms(rank)
+
+    def _forms(self, rank: int) -> dict[str, FormSpec]:
+        return dict.fromkeys(self.roles, FormSpec(form=self.form, rank=rank, group=self.shared))
 
     def solve(self, ranks: Ranks) -> Solution:
         """Factor each weight into two; joint weights share the first factor. Weights stay dense if factors save
@@ -119,50 +101,100 @@ class MatrixPair(Group[JointRankK]):
         rank, forms = ranks[self.rank_name], self.forms(ranks)
         if not forms:
             return self.dense()
-        stacked = {matrix.role: self.weight(matrix) for matrix in self.matrices}
-        biases = {key: bias for key, bias in self.weights.items() if key.endswith(".bias")}
         if self.entry.weighting == "loss":
-            solution = self._by_loss(stacked, rank)
-            return Solution({**solution.tensors, **biases}, forms, solution.report)
-        weighted = self.entry.weighting == "input"
-        roots = input_roots(self.statistics.moments[self.input][0]) if weighted else None
-        if self.form == "separate":
-            solution = _separate(stacked, rank, roots)
-        elif self.form == "joint_per_head":
-            solution = _per_head(stacked, self.geometry.attention.heads, rank, roots)
+            solution, clipped = self._by_loss(rank), {}
         else:
-            solution = _joint(stacked, rank, roots)
-        clipped = {"clipped": roots.clipped} if roots else {}
-        return Solution({**solution.tensors, **biases}, forms, solution.report | clipped)
+            roots = self.roots
+            solution = self._factors(rank, roots)
+            clipped = {"clipped": roots.clipped} if roots else {}
+        return Solution({**solution.tensors, **self.biases()}, forms, solution.report | clipped)
 
-    def _by_loss(self, stacked: Mapping[str, Tensor], rank: int) -> Solution:
+    def _by_loss(self, rank: int) -> Solution:
         """Decompose each stack in the metric of the loss. docs/methods.md#curves."""
         tensors: dict[str, Tensor] = {}
-        input_DD, report = self.mean(self.input), {}
+        report: dict[str, Any] = {}
         for matrices, _ in self.stacks:
             roles = roles_of(matrices)
-            weights = [stacked[role] for role in roles]
-            if len(roles) == 1 and rank > rank_limit(*weights[0].shape):
-                tensors[f"{roles[0]}.weight"] = weights[0]
+            if len(roles) == 1 and rank > rank_limit(*matrices[0].shape):
+                tensors[matrices[0].weight_key] = self.weight(matrices[0])
                 continue
-            pull_DD = self.mean(pull(matrices))
-            order = directions(weights, "loss", input_DD, pull_DD)
-            first_rD, seconds = factors(order, rank, weights)
+            first_rD, seconds, report["_".join((*roles, "predicted"))] = self.factors_by_loss(matrices, rank)
             tensors[f"{roles[0]}.first.weight"] = first_rD
             tensors |= {f"{role}.second.weight": second for role, second in zip(roles, seconds, strict=True)}
-            report["_".join((*roles, "predicted"))] = float(losses_by_rank(order, input_DD, pull_DD)[rank])
         return Solution(tensors, {}, report)
 
-    def solve_work(self, tokens: int, hinted: bool = False) -> Work:
-        """Count the directions in the metric of the loss, or the roots of the inputs' moment."""
-        D = self.geometry.hidden
-        if self.entry.needs_gradient:
-            return directed_stack(sum(matrix.outputs for matrix in self.matrices), D)
-        return low_rank(self.matrices, D) if self.moments else Work()
+    def _factors(self, rank: int, roots: InputRoots | None) -> Solution:
+        """Decompose [W_1; W_2] ≈ U_k V_kᵀ, √Σ in each: one first factor, of the first role, and two second ones."""
+        stack, scales = equalize([self.weight(matrix) for matrix in self.matrices])
+        first_kD, seconds, values = joint_low_rank(stack, rank, roots)
+        seconds = [_times(second, scale) for second, scale in zip(seconds, scales, strict=True)]
+        tensors = {f"{self.roles[0]}.first.weight": first_kD}
+        tensors |= {f"{role}.second.weight": second for role, second in zip(self.roles, seconds, strict=True)}
+        energies = values.square()
+        report = {"error": dropped_share(energies, rank), "spectrum": spectrum(energies), **scale_report(scales)}
+        return Solution(tensors, {}, report)
 
     def curve_work(self, tokens: int) -> Work:
         """Count the losses of all ranks of each stack."""
-        return sum((direction_losses(self.geometry.hidden) for _ in self.stacks), start=Work())
+        return sum((LowRank.curve_work(self, tokens) for _ in self.stacks), start=Work())
+
+
+class Separate(Joint):
+    """Matrices that read the same input, each with factors of its own, at one rank."""
+
+    @property
+    def stacks(self) -> list[tuple[tuple[Matrix, ...], StackSize]]:
+        """Return each matrix, with its size."""
+        D = self.geometry.hidden
+        return [((matrix,), (matrix.outputs * D, matrix.outputs + D)) for matrix in self.matrices]
+
+    def _forms(self, rank: int) -> dict[str, FormSpec]:
+        cut = (matrix.role for matrix in self.matrices if rank <= rank_limit(*matrix.shape))
+        return dict.fromkeys(cut, FormSpec(form="low_rank", rank=rank))
+
+    def _factors(self, rank: int, roots: InputRoots | None) -> Solution:
+        tensors: dict[str, Tensor] = {}
+        report: dict[str, Any] = {}
+        for matrix in self.matrices:
+            if rank > rank_limit(*matrix.shape):
+                tensors[matrix.weight_key] = self.weight(matrix)
+                continue
+            cut = factors_of(matrix.role, self.weight(matrix), rank, roots)
+            tensors |= cut.tensors
+            report |= cut.report
+        return Solution(tensors, {}, report)
+
+
+class PerHead(Joint):
+    """Queries and keys, of which each query head has a first factor with its key head."""
+
+    form = "joint_head_low_rank"
+
+    @property
+    def stacks(self) -> list[tuple[tuple[Matrix, ...], StackSize]]:
+        """Return both matrices. The pairs of all heads count as one."""
+        rows, D = sum(matrix.outputs for matrix in self.matrices), self.geometry.hidden
+        return [(self.matrices, (rows * D, rows + self.geometry.attention.heads * D))]
+
+    def _factors(self, rank: int, roots: InputRoots | None) -> Solution:
+        """Decompose [W_q^h; W_k^h] (2d × D) of each head: one first factor (H·k × D), two second ones (H × d × k)."""
+        stack, scales = equalize([self.weight(matrix) for matrix in self.matrices])
+        by_head = [weight.unflatten(0, (self.geometry.attention.heads, -1)) for weight in stack]
+        firsts, seconds, dropped, total = [], [], 0.0, 0.0
+        for parts in zip(*by_head, strict=True):
+            first_kD, second, values = joint_low_rank(list(parts), rank, roots)
+            firsts.append(first_kD)
+            seconds.append(second)
+            dropped += values[rank:].square().sum().item()
+            total += values.square().sum().item()
+        tensors = {f"{self.roles[0]}.first.weight": torch.cat(firsts)}
+        for position, role in enumerate(self.roles):
+            tensors[f"{role}.second"] = _times(torch.stack([second[position] for second in seconds]), scales[position])
+        report = {"error": dropped / total if total else 0.0, **scale_report(scales)}
+        return Solution(tensors, {}, report)
+
+
+KINDS = {"joint": Joint, "separate": Separate, "joint_per_head": PerHead}
 
 
 @dataclass(frozen=True)
@@ -171,7 +203,7 @@ class JointRankKMethod(Method[JointRankK]):
 
     name: ClassVar[str] = "joint_rank_k"
 
-    def groups(self, layer: LayerGeometry) -> Iterator[MatrixPair]:
+    def groups(self, layer: LayerGeometry) -> Iterator[Joint]:
         """Claim groups `query_key` (q, k) and the matrices that read the MLP's input.
 
         Raises ValueError on an MLP without gate, on `joint_per_head` for grouped queries, and on ranks that save
@@ -181,20 +213,15 @@ class JointRankKMethod(Method[JointRankK]):
         form, mlp_form = self.entry.query_key, self.entry.mlp_form
         for block in layer.attentions if form != "none" else ():
             needs = roles_of(block.query_key), self._moments(block.query_key, form)
-            yield self._fitting(MatrixPair(self.entry, layer, QUERY_KEY, *needs, form=form, cache=block.key.outputs))
+            yield self._fitting(KINDS[form](self.entry, layer, QUERY_KEY, *needs, cache=block.key.outputs))
         for mlp in layer.mlps if mlp_form != "none" else ():
             needs, shared = (roles_of(mlp.readers), self._moments(mlp.readers, mlp_form)), mlp.reader_group
-            yield self._fitting(
-                MatrixPair(self.entry, layer, mlp.name, *needs, rank_name=MLP, form=mlp_form, shared=shared)
-            )
+            yield self._fitting(KINDS[mlp_form](self.entry, layer, mlp.name, *needs, rank_name=MLP, shared=shared))
 
     def _moments(self, matrices: tuple[Matrix, ...], form: str) -> tuple[Moment, ...]:
-        read = input_moment(matrices[0])
-        if self.entry.needs_gradient:
-            return (read, *(pull((matrix,)) for matrix in matrices)) if form == "separate" else (read, pull(matrices))
-        return (read,) if self.entry.weighting == "input" else ()
+        return moments_of(self.entry, [(matrix,) for matrix in matrices] if form == "separate" else [matrices])
 
-    def _fitting(self, pair: MatrixPair) -> MatrixPair:
+    def _fitting(self, pair: Joint) -> Joint:
         """Return a pair. Raises ValueError if the entry's rank saves nothing."""
         rank = getattr(self.entry.ranks, pair.rank_name) if self.entry.ranks else None
         if rank is not None and rank > pair.limit:
@@ -232,56 +259,11 @@ class JointRankKMethod(Method[JointRankK]):
         }
 
 
-def _saves_nothing(stack: Stack, rank: int) -> bool:
-    dense, per_rank = stack
+def _saves_nothing(size: StackSize, rank: int) -> bool:
+    dense, per_rank = size
     return rank * per_rank >= dense
-
-
-def _separate(weights: Mapping[str, Tensor], rank: int, roots: InputRoots | None) -> Solution:
-    tensors: dict[str, Tensor] = {}
-    report: dict[str, Any] = {}
-    for role, weight in weights.items():
-        if rank > rank_limit(*weight.shape):
-            tensors[f"{role}.weight"] = weight
-            continue
-        cut = factors_of(role, weight, rank, roots)
-        tensors |= cut.tensors
-        report |= cut.report
-    return Solution(tensors, {}, report)
-
-
-def _joint(weights: Mapping[str, Tensor], rank: int, roots: InputRoots | None) -> Solution:
-    """Decompose [W_1; W_2] ≈ U_k V_kᵀ, √Σ in each: one first factor, owned by the first role, and two second ones."""
-    stack, scales = equalize(list(weights.values()))
-    first_kD, seconds, values = joint_low_rank(stack, rank, roots)
-    seconds = [_times(second, scale) for second, scale in zip(seconds, scales, strict=True)]
-    owner = next(iter(weights))
-    tensors = {f"{owner}.first.weight": first_kD}
-    tensors |= {f"{role}.second.weight": second for role, second in zip(weights, seconds, strict=True)}
-    energies = values.square()
-    report = {"error": dropped_share(energies, rank), "spectrum": spectrum(energies), **scale_report(scales)}
-    return Solution(tensors, {}, report)
 
 
 def _times(factor: Tensor, scale: float) -> Tensor:
     """Scale a factor, in float64 only where needed: factors of a wide MLP are the largest tensors of a solve."""
     return factor if scale == 1.0 else factor.double() * scale
-
-
-def _per_head(weights: Mapping[str, Tensor], heads: int, rank: int, roots: InputRoots | None) -> Solution:
-    """Decompose [W_q^h; W_k^h] (2d × D) of each head: one first factor (H·k × D), two second ones (H × d × k)."""
-    stack, scales = equalize(list(weights.values()))
-    by_head = [weight.unflatten(0, (heads, -1)) for weight in stack]
-    firsts, seconds, dropped, total = [], [], 0.0, 0.0
-    for parts in zip(*by_head, strict=True):
-        first_kD, second, values = joint_low_rank(list(parts), rank, roots)
-        firsts.append(first_kD)
-        seconds.append(second)
-        dropped += values[rank:].square().sum().item()
-        total += values.square().sum().item()
-    owner = next(iter(weights))
-    tensors = {f"{owner}.first.weight": torch.cat(firsts)}
-    for position, role in enumerate(weights):
-        tensors[f"{role}.second"] = _times(torch.stack([second[position] for second in seconds]), scales[position])
-    report = {"error": dropped / total if total else 0.0, **scale_report(scales)}
-    return Solution(tensors, {}, report)

@@ -9,52 +9,40 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from manifests.methods import LeSTD
 from manifests.records import Curve, FormSpec
-from pipeline.families.blocks import AttentionBlock, MLPBlock
+from pipeline.families.blocks import AttentionBlock, Block, MLPBlock
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
-from pipeline.kernels.lowrank import InputRoots
-from pipeline.kernels.scales import equalize, scale_report
-from pipeline.kernels.tucker import Tucker, rebuild, refine_sparse, shared_tucker, stack_attention, stack_mlp
-from pipeline.methods import lestd_loss
+from pipeline.kernels.scales import equalize
+from pipeline.kernels.sensitivity import change_loss
+from pipeline.kernels.tucker import rebuild, refine_sparse, shared_tucker, stack_attention, stack_mlp
 from pipeline.methods.base import Group, Method
-from pipeline.methods.lestd_problems import Layout, Problem, errors_of, weighted_inputs, weighted_output
+from pipeline.methods.lestd_problems import Problem, SolvedProblem, squares_of
 from pipeline.methods.lestd_sizes import (
     GRID_PER_OCTAVE,
     ProblemShape,
-    Ranks3,
     Rule,
-    SizeChoice,
     best_choice,
     choices,
-    pack_bits,
     size_curve,
     sizes_at_common_threshold,
 )
 from pipeline.methods.method import Moment, Ranks, Scores, Solution, group_key
-from pipeline.methods.moments import input_moment
+from pipeline.methods.moments import input_moment, output_gradient
 from pipeline.methods.work import Work
 from pipeline.ranks.budget import RankKey, RankVariable
+from pipeline.ranks.curves import Point, steps, to_columns
 
 SIZE = "size"
-SAFE_EXPONENT = 40  # bound on the exponent of a core's largest entry, so that relevant squares are normal in float32
-
-
-@dataclass(frozen=True)
-class SolvedProblem:
-    """A problem's decomposition. `energies`: those of Stage I after each sweep."""
-
-    choice: SizeChoice
-    tucker: Tucker
-    energies: tuple[float, ...]
+SOLVED = (0.03, 0.06, 0.12, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9)  # solved sizes: 0 is the least size, 1 the largest
+CHOICES = 64  # sizes of a curve, at most
 
 
 class TuckerBlock(Group[LeSTD]):
@@ -72,26 +60,17 @@ class TuckerBlock(Group[LeSTD]):
 
     @property
     @abstractmethod
-    def layouts(self) -> list[Layout]:
-        """Return the problems, without data."""
+    def shapes(self) -> list[ProblemShape]:
+        """Return the shapes of the problems."""
 
     @abstractmethod
     def problems(self) -> list[Problem]:
-        """Return the problems of the layouts."""
-
-    def stacked_roles(self, problem: Problem) -> list[tuple[str, ...]]:
-        """Return the roles that each tensor of a problem holds, in the order of its third mode."""
-        return [self.roles]
+        """Return the problems."""
 
     @property
     def rule(self) -> Rule:
         """Return the limits of the choices."""
         return Rule(self.entry.ranks, self.entry.prune, not _own_output(self.entry), self.wide, self.multiple)
-
-    @property
-    def shapes(self) -> list[ProblemShape]:
-        """Return the shapes of the problems."""
-        return [layout.shape for layout in self.layouts]
 
     @property
     def dense_size(self) -> int:
@@ -121,29 +100,43 @@ class TuckerBlock(Group[LeSTD]):
     def variables(self) -> tuple[RankVariable, ...]:
         """Choose `size`, the stored numbers including the index, without biases; the cap is the largest useful size."""
         least, cap = self.bounds
-        biases = sum(self.geometry.matrices[role].biases for role in self.roles)
+        biases = self.bias_numbers
         return (self.variable(SIZE, cap, lambda size: biases + min(max(size, least), cap), multiple=1),)
 
     def curve(self) -> Curve:
         """Predict the loss at each size, without refining cores."""
-        problems, plain = self.problems(), self.entry.model_copy(update={"refine_sweeps": 0})
+        problems = self.problems()
 
         def loss_at(size: int) -> float:
             errors: dict[str, Tensor] = {}
             for problem, part_size in zip(problems, self._split(size), strict=True):
-                rebuilt = rebuild(_solve(plain, problem, self.rule, part_size).tucker)
-                errors |= errors_of(problem, rebuilt, self.stacked_roles(problem))
-            block = self.geometry.block_of(self.roles[0])
-            return lestd_loss.loss_of(lestd_loss.matrix_changes(block, errors), self.statistics)
+                errors |= problem.errors(rebuild(self._solved(problem, part_size, refine_sweeps=0).tucker))
+            return self.loss_of(errors)
 
         (variable,) = self.variables()
-        return lestd_loss.curve(variable, self.cache, loss_at)
+        return interpolated_curve(variable, self.cache, loss_at)
+
+    def loss_of(self, errors: Mapping[str, Tensor]) -> float:
+        """Sum ½ tr(G Δ C Δᵀ) over matrices, as if their errors were not correlated.
+
+        `errors`: role -> the error (D, width, H) of the weight in its stacked tensor.
+        """
+        return sum(
+            change_loss(
+                errors[matrix.role].permute(0, 2, 1).flatten(1)
+                if matrix.writes_stream
+                else errors[matrix.role].permute(2, 1, 0).flatten(0, 1),
+                self.mean(input_moment(matrix)),
+                self.mean(output_gradient(matrix)),
+            )
+            for matrix in self.geometry.block_of(self.roles[0]).matrices
+        )
 
     def measure(self) -> dict[str, Any]:
         """Return the best size at every threshold."""
         (problem,) = self.problems()
-        squares, exponent = _squares(_whole(self.entry, problem))
-        curve = size_curve(problem.layout.shape, self.rule, squares)
+        squares, exponent = squares_of(problem.whole(self.entry.tolerance))
+        curve = size_curve(problem.shape, self.rule, squares)
         return {**curve, "first": curve["first"] + GRID_PER_OCTAVE * exponent}
 
     def solve(self, ranks: Ranks) -> Solution:
@@ -153,16 +146,34 @@ class TuckerBlock(Group[LeSTD]):
         """
         if ranks[SIZE] >= self.dense_size:
             return self.dense()
-        tensors = {name: bias for name, bias in self.weights.items() if name.endswith(".bias")}
+        tensors = self.biases()
         form: dict[str, Any] = {"form": "tucker"} | ({"own_output": True} if _own_output(self.entry) else {})
         report: dict[str, Any] = {}
         for problem, part_size in zip(self.problems(), self._split(ranks[SIZE]), strict=True):
-            solved = _solve(self.entry, problem, self.rule, part_size)
-            factors, entries = _stored(problem, solved)
+            solved = self._solved(problem, part_size, self.entry.refine_sweeps)
+            factors, fields = solved.stored()
             tensors |= {f"{self.name}.tucker.{name}": tensor for name, tensor in factors.items()}
-            form |= {"sparse": solved.choice.count is not None} | _form(problem.layout, solved.choice) | entries
-            report |= _report(problem, solved, sum(entries.values()))
+            form |= {"sparse": solved.choice.count is not None} | fields
+            report |= solved.report(sum(count for name, count in fields.items() if name.startswith("nnz")))
         return Solution(tensors, dict.fromkeys(self.roles, FormSpec(**form)), report)
+
+    def _solved(self, problem: Problem, size: int, refine_sweeps: int) -> SolvedProblem:
+        """Run both stages at the ranks with the least predicted error.
+
+        After refinement, the next larger R1 often has a smaller error of the weights, at twice the work. On
+        `wiki-llama-mha-6m` it raises the perplexity as often as it lowers it, so it is not tried.
+        """
+        entry, rule, shape = self.entry, self.rule, problem.shape
+        if rule.ranks is not None:  # R3 applies to q, k, v and o together
+            rule = replace(rule, ranks=(*rule.ranks[:2], min(rule.ranks[2], shape.full[2])))
+        options = list(choices(shape, rule, size))
+        choice = options[0]
+        if len(options) > 1:
+            choice = best_choice(options, squares_of(problem.whole(entry.tolerance))[0])
+        tucker = whole = shared_tucker(problem.tensors, choice.ranks, entry.sweeps, entry.tolerance)
+        if choice.count is not None:
+            tucker = refine_sparse(problem.tensors, whole, choice.count, refine_sweeps, entry.tolerance)
+        return SolvedProblem(problem, choice, tucker, whole.energies)
 
     def _split(self, size: int) -> list[int]:
         """Divide a size among the problems by their dense numbers."""
@@ -182,7 +193,7 @@ class TuckerBlock(Group[LeSTD]):
 
     def curve_work(self, tokens: int) -> Work:
         """Count a solve for each solved size."""
-        return sum((self.solve_work(tokens) for _ in lestd_loss.SOLVED), start=Work())
+        return sum((self.solve_work(tokens) for _ in SOLVED), start=Work())
 
 
 class Attention(TuckerBlock):
@@ -199,48 +210,33 @@ class Attention(TuckerBlock):
         return not self.entry.prune
 
     @property
-    def layouts(self) -> list[Layout]:
+    def shapes(self) -> list[ProblemShape]:
         """Return one problem, or one for o and one for the others."""
-        D, bits, attention, own = (
-            self.geometry.hidden,
-            self.geometry.bits,
-            self.geometry.attention,
-            _own_output(self.entry),
-        )
-        d, H, G = attention.head_dim, attention.heads, attention.kv_heads
+        block, D, bits, own = self.geometry.attention, self.geometry.hidden, self.geometry.bits, _own_output(self.entry)
+        d, H, G = block.head_dim, block.heads, block.kv_heads
         if H == G:
-            layouts = [Layout(ProblemShape(D, d, ((3 if own else 4, H),), bits), ("",))]
+            first = ProblemShape(D, d, ((3 if own else 4, H),), bits)
         else:
-            layouts = [
-                Layout(ProblemShape(D, d, ((1 if own else 2, H), (2, G)), bits), ("_q" if own else "_qo", "_kv"))
-            ]
-        return [*layouts, Layout(ProblemShape(D, d, ((1, H),), bits), ("_o",), "_o")] if own else layouts
+            first = ProblemShape(D, d, ((1 if own else 2, H), (2, G)), bits, ("_q" if own else "_qo", "_kv"))
+        return [first, ProblemShape(D, d, ((1, H),), bits, ("_o",), "_o")] if own else [first]
 
     def problems(self) -> list[Problem]:
         """Return the stacked heads of the weights, weighted by inputs if o is decomposed by itself."""
-        attention, layouts = self.geometry.attention, self.layouts
-        (query, key, value, output), scales = equalize([self.weight(matrix) for matrix in attention.matrices])
-        stacked = stack_attention(query, key, value, output, attention.heads, attention.kv_heads)
-        q, k, v, o = scales
-        by_core = ((q, k, v, o),) if len(stacked) == 1 else ((q, o), (k, v))
-        if not _own_output(self.entry):
-            return [Problem(layouts[0], stacked, divisors=by_core)]
+        block, (first, *own) = self.geometry.attention, self.shapes
+        (query, key, value, output), scales = equalize([self.weight(matrix) for matrix in block.matrices])
+        stacked = stack_attention(query, key, value, output, block.heads, block.kv_heads)
+        (q, k, v, o), divisors = self.roles, dict(zip(self.roles, scales, strict=True))
+        roles = (self.roles,) if len(stacked) == 1 else ((q, o), (k, v))
+        if not own:
+            return [Problem(first, stacked, roles, divisors)]
         last = stacked[0].shape[2] - 1  # q, k, v, o or q, o
         inputs, moments = [stacked[0][:, :, :last], *stacked[1:]], self.statistics.moments
-        input_DD, context_Hdd = moments[input_moment(attention.query)][0], moments[_context(attention)]
+        readers = Problem(first, inputs, (roles[0][:last], *roles[1:]), divisors)
+        writer = Problem(own[0], [stacked[0][:, :, last:]], ((o,),), divisors)
         return [
-            replace(weighted_inputs(layouts[0], inputs, input_DD), divisors=(by_core[0][:last], *by_core[1:])),
-            replace(weighted_output(layouts[1], stacked[0][:, :, last:], context_Hdd), divisors=((o,),)),
+            readers.weighted_inputs(moments[input_moment(block.query)][0]),
+            writer.weighted_output(moments[_context(block)]),
         ]
-
-    def stacked_roles(self, problem: Problem) -> list[tuple[str, ...]]:
-        """Return the roles that each tensor of a problem holds, in the order of its third mode."""
-        (query, key, value, output), own = self.roles, _own_output(self.entry)
-        if problem.layout.own:
-            return [(output,)]
-        if self.geometry.attention.heads == self.geometry.attention.kv_heads:
-            return [(query, key, value) if own else self.roles]
-        return [(query,) if own else (query, output), (key, value)]
 
 
 class MLP(TuckerBlock):
@@ -249,15 +245,16 @@ class MLP(TuckerBlock):
     cache, wide = 0, True
 
     @property
-    def layouts(self) -> list[Layout]:
+    def shapes(self) -> list[ProblemShape]:
         """Return one problem."""
-        sizes = ((len(self.mlp.matrices), 1),)
-        return [Layout(ProblemShape(self.geometry.hidden, self.mlp.width, sizes, self.geometry.bits), ("",))]
+        stacks = ((len(self.mlp.matrices), 1),)
+        return [ProblemShape(self.geometry.hidden, self.mlp.width, stacks, self.geometry.bits)]
 
     def problems(self) -> list[Problem]:
         """Return the stacked projections."""
         parts, scales = equalize([self.weight(matrix) for matrix in self.mlp.matrices])
-        return [Problem(self.layouts[0], stack_mlp(parts[:-1], parts[-1]), divisors=(tuple(scales),))]
+        divisors = dict(zip(self.roles, scales, strict=True))
+        return [Problem(self.shapes[0], stack_mlp(parts[:-1], parts[-1]), (self.roles,), divisors)]
 
 
 @dataclass(frozen=True)
@@ -286,7 +283,7 @@ class LeSTDMethod(Method[LeSTD]):
             if self.entry.target not in (target, "both"):
                 continue
             own = (input_moment(block.readers[0]), _context(layer.attention)) if _own_output(self.entry) else ()
-            by_loss = lestd_loss.moments(block) if self.entry.needs_gradient else ()
+            by_loss = loss_moments(block) if self.entry.needs_gradient else ()
             kind = MLP if target == "mlp" else Attention
             group = kind(self.entry, layer, block.name, block.roles, tuple(dict.fromkeys((*own, *by_loss))))
             group.check()
@@ -315,97 +312,37 @@ def _own_output(entry: LeSTD) -> bool:
     return entry.weighting == "input"
 
 
-def _whole(entry: LeSTD, problem: Problem) -> Tucker:
-    """Return the HOSVD at full rank. Its leading blocks give the energy that smaller ranks keep."""
-    return shared_tucker(problem.tensors, problem.layout.shape.full, 1, entry.tolerance)
-
-
-def _solve(entry: LeSTD, problem: Problem, rule: Rule, size: int) -> SolvedProblem:
-    """Run both stages at the ranks with the least predicted error.
-
-    After refinement, the next larger R1 often has a smaller error of the weights, at twice the work. On
-    `wiki-llama-mha-6m` it raises the perplexity as often as it lowers it, so it is not tried.
-    """
-    shape = problem.layout.shape
-    if rule.ranks is not None:
-        rule = replace(rule, ranks=_cut(rule.ranks, shape))
-    options = list(choices(shape, rule, size))
-    choice = options[0] if len(options) == 1 else best_choice(options, _squares(_whole(entry, problem))[0])
-    tucker = whole = shared_tucker(problem.tensors, choice.ranks, entry.sweeps, entry.tolerance)
-    if choice.count is not None:
-        tucker = refine_sparse(problem.tensors, whole, choice.count, entry.refine_sweeps, entry.tolerance)
-    return SolvedProblem(choice, tucker, whole.energies)
-
-
 def _context(block: AttentionBlock) -> Moment:
     return Moment(block.writer.reads, heads=block.heads, groups=block.heads)
 
 
-def _cut(ranks: Ranks3, shape: ProblemShape) -> Ranks3:
-    """Limit R3, which applies to q, k, v and o together, to the number of projections in a problem."""
-    return ranks[0], ranks[1], min(ranks[2], shape.full[2])
+def loss_moments(block: Block) -> tuple[Moment, ...]:
+    """Return the moments of each matrix's input and of the gradients at its outputs."""
+    inputs, gradients = map(input_moment, block.matrices), map(output_gradient, block.matrices)
+    return tuple(dict.fromkeys((*inputs, *gradients)))
 
 
-def _squares(whole: Tucker) -> tuple[list[Tensor], int]:
-    """Return (g / 2^e)² in float32, precise enough to choose sizes, and e. e is 0 if the squares fit into float32."""
-    exponent = math.frexp(max(float(core.abs().max()) for core in whole.cores))[1]
-    exponent = 0 if abs(exponent) <= SAFE_EXPONENT else exponent
-    return [(core * 2.0**-exponent).square().to(torch.float32) for core in whole.cores], exponent
+def interpolated_curve(variable: RankVariable, cache: int, loss_at: Callable[[int], float]) -> Curve:
+    """Solve a few sizes, and interpolate the logarithm of the loss between them. The loss at the cap is 0.
 
-
-def _stored(problem: Problem, solved: SolvedProblem) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Map names to the tensors of a solved problem, and `nnz` names to the core entries for its form."""
-    layout, choice, tucker = problem.layout, solved.choice, solved.tucker
-    first, second = tucker.first, tucker.second
-    if problem.rows is not None:
-        first = problem.rows.inverse @ first
-    if problem.columns is not None:
-        second = problem.columns.inverse @ second
-    tensors = {f"first{layout.own}": first, f"second{layout.own}": second}
-    entries = {}
-    for suffix, third, core, divisors in zip(layout.cores, tucker.thirds, tucker.cores, problem.divisors, strict=True):
-        third = third * third.new_tensor(divisors)[:, None]
-        mask = (core != 0).contiguous()
-        if not mask.any():
-            mask.view(-1)[0] = True  # a form cannot have an empty core
-        if problem.scales is not None:
-            core = core / problem.scales
-        if layout.own:
-            core = core * third[0, 0]
-        else:
-            tensors[f"third{suffix}"] = third
-        if choice.count is None:
-            tensors[f"core{suffix}"] = core.contiguous()
-        else:
-            tensors |= {f"core{suffix}.values": core[mask], f"core{suffix}.mask": pack_bits(mask)}
-            entries[f"nnz{suffix}"] = int(mask.sum())
-    return tensors, entries
-
-
-def _form(layout: Layout, choice: SizeChoice) -> dict[str, Any]:
-    return {"ranks_o": list(choice.ranks[:2])} if layout.own else {"ranks": list(choice.ranks)}
-
-
-def _report(problem: Problem, solved: SolvedProblem, entries: int) -> dict[str, Any]:
-    """Return the relative squared error (of weighted weights, if there is a weighting), ranks, stored numbers,
-    energies.
-
-    `energies` are shares of the whole: after each sweep of Stage I, and `pruned` after the first cut of Stage II.
+    `cache`: the numbers per token that the group caches, at every size.
     """
-    shape, end, choice, tucker = problem.layout.shape, problem.layout.own, solved.choice, solved.tucker
-    total = tucker.total or 1.0
-    pruned = {} if choice.count is None else {f"pruned{end}": tucker.energies[0] / total}
-    core = sum(shape.positions(choice.ranks)) if choice.count is None else entries
-    index = 0 if choice.count is None else shape.index(choice.ranks)
-    clipped: Sequence[InputRoots] = [roots for roots in (problem.rows, problem.columns) if roots is not None]
-    return {
-        f"error{end}": tucker.error / total,
-        f"tucker_ranks{end}": list(choice.ranks),
-        f"core{end}": core,
-        f"numbers{end}": shape.factors(choice.ranks) + index + core,
-        f"numbers_without_index{end}": shape.factors(choice.ranks) + core,
-        f"energies{end}": [round(energy / total, 6) for energy in solved.energies],
-        **pruned,
-        **{f"clipped{end}": roots.clipped for roots in clipped},
-        **{f"{name}{end}": scales for name, scales in scale_report(sum(problem.divisors, ())).items()},
-    }
+    least, cap = variable.least, variable.cap
+    while variable.cost(least) == variable.cost(min(least * 2, cap)) and least * 2 < cap:
+        least *= 2  # sizes below the smallest that can be stored cost the same
+    sizes = sorted({round(least + share * (cap - least)) for share in SOLVED} - {cap})
+    solved = [(size, loss_at(size)) for size in sizes]
+    choices = [size for size in steps(cap, variable.multiple, CHOICES, sizes[0]) if size < cap]
+    points = [
+        Point({variable.name: size}, round(variable.cost(size)), _between(solved, size), cache) for size in choices
+    ]
+    return to_columns([*points, Point({variable.name: cap}, round(variable.cost(cap)), 0.0, cache)])
+
+
+def _between(solved: Sequence[tuple[int, float]], size: int) -> float:
+    below = max((pair for pair in solved if pair[0] <= size), default=solved[0])
+    above = min((pair for pair in solved if pair[0] > size), default=solved[-1])
+    if below[0] == above[0] or min(below[1], above[1]) <= 0.0:
+        return below[1]
+    share = (size - below[0]) / (above[0] - below[0])
+    return math.exp((1.0 - share) * math.log(below[1]) + share * math.log(above[1]))

@@ -28,12 +28,15 @@ class ProblemShape:
     Attributes:
         stacks: (t, h) of every tensor; R3 is cut to t.
         bits: bits of a stored number. The index of a sparse core has one bit for each position, in whole bytes.
+        cores: for each tensor, the end of the names of its U₃ and core; `own`: of those of U₁ and U₂.
     """
 
     hidden: int
     width: int
     stacks: tuple[tuple[int, int], ...]
     bits: int
+    cores: tuple[str, ...] = ("",)
+    own: str = ""
 
     @property
     def full(self) -> Ranks3:

@@ -18,15 +18,11 @@ from pipeline.families.blocks import AttentionBlock, Matrix, roles_of
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.heads import project_heads, repeat_groups
-from pipeline.kernels.lowrank import input_roots, log_condition, low_rank
-from pipeline.kernels.sensitivity import losses_by_rank
+from pipeline.kernels.lowrank import log_condition, low_rank
 from pipeline.kernels.spectra import dropped_share, spectrum
-from pipeline.methods import work
 from pipeline.methods.base import Group, Method
-from pipeline.methods.by_loss import curve_of, directions, factors, losses
-from pipeline.methods.method import Moment, Ranks, Scores, Solution, Task, group_key
-from pipeline.methods.moments import input_moment, pull
-from pipeline.methods.work import Work
+from pipeline.methods.by_loss import LowRank, curve_of, moments_of
+from pipeline.methods.method import Ranks, Scores, Solution, Task, group_key
 from pipeline.ranks.budget import RankKey, RankVariable, fit_ranks, solve_ratio
 from pipeline.ranks.curves import Point, most_numbers
 from pipeline.ranks.progressive import cumulative_log_conditions, progressive_shares
@@ -36,13 +32,13 @@ CONDITION = "condition"
 _ROUNDING = 1e-9  # rounding error of a mean of shares
 
 
-class Latents(Group[LoRC]):
+class Latents(LowRank[LoRC]):
     """Keys, cached as latents. The group and its rank have the same name."""
 
     @property
     def matrix(self) -> Matrix:
         """Return the matrix of keys or of values."""
-        return self.geometry.matrices[self.roles[0]]
+        return self.matrices[0]
 
     def variables(self) -> tuple[RankVariable, ...]:
         """Choose a rank, at most min(C, D). At rank C the group stays dense."""
@@ -50,8 +46,7 @@ class Latents(Group[LoRC]):
 
     def curve(self) -> Curve:
         """Predict the loss at each rank, with the numbers that a token caches."""
-        moments = self.mean(input_moment(self.matrix)), self.mean(pull((self.matrix,)))
-        by_rank, (variable,) = losses([self.weight(self.matrix)], self.entry.weighting, *moments), self.variables()
+        by_rank, (variable,) = self.losses((self.matrix,), [self.weight(self.matrix)]), self.variables()
         return curve_of(
             variable,
             lambda rank: 0.0 if self._stays_dense(rank) else float(by_rank[min(rank, self.geometry.hidden)]),
@@ -90,14 +85,11 @@ class Latents(Group[LoRC]):
 
     def _latent(self, rank: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Return first (r, D), second (C, r) and figures for the report."""
-        weight_CD, read = self.weight(self.matrix), input_moment(self.matrix)
         if self.entry.weighting == "loss":
-            input_DD, pull_DD = self.mean(read), self.mean(pull((self.matrix,)))
-            order = directions([weight_CD], "loss", input_DD, pull_DD)
-            first_rD, (second_Cr,) = factors(order, rank, [weight_CD])
-            return first_rD, second_Cr, {"predicted": float(losses_by_rank(order, input_DD, pull_DD)[rank])}
-        roots = input_roots(self.statistics.moments[read][0]) if self.entry.weighting == "input" else None
-        first_rD, second_Cr, values = low_rank(weight_CD, rank, roots)
+            first_rD, (second_Cr,), predicted = self.factors_by_loss((self.matrix,), rank)
+            return first_rD, second_Cr, {"predicted": predicted}
+        roots = self.roots
+        first_rD, second_Cr, values = low_rank(self.weight(self.matrix), rank, roots)
         report = {"error": dropped_share(values.square(), rank), "spectrum": spectrum(values.square())}
         return first_rD, second_Cr, report | ({"clipped": roots.clipped} if roots else {})
 
@@ -126,19 +118,7 @@ class Latents(Group[LoRC]):
 
     def _factored(self, rank: float) -> float:
         """Count the numbers stored with latents."""
-        biases = sum(self.geometry.matrices[role].biases for role in self.roles)
-        return rank * (self.geometry.hidden + _cached(self.geometry)) + biases
-
-    def solve_work(self, tokens: int, hinted: bool = False) -> Work:
-        """Count the directions in the metric of the loss, or the roots of the inputs' moment."""
-        D, matrices = self.geometry.hidden, [self.geometry.matrices[role] for role in self.roles]
-        if self.entry.needs_gradient:
-            return work.directed_stack(sum(matrix.outputs for matrix in matrices), D)
-        return work.low_rank(matrices, D) if self.moments else Work()
-
-    def curve_work(self, tokens: int) -> Work:
-        """Count the losses of all ranks."""
-        return work.direction_losses(self.geometry.hidden)
+        return rank * (self.geometry.hidden + _cached(self.geometry)) + self.bias_numbers
 
 
 class ValueLatents(Latents):
@@ -178,9 +158,10 @@ class LoRCMethod(Method[LoRC]):
         self._check(layer)
         block = layer.attention
         if self.entry.key:
-            yield Latents(self.entry, layer, KEY, (block.key.role,), self._moments(block.key))
+            yield Latents(self.entry, layer, KEY, (block.key.role,), moments_of(self.entry, [(block.key,)]))
         if self.entry.value:
-            yield ValueLatents(self.entry, layer, VALUE, roles_of(block.value_output), self._moments(block.value))
+            roles, moments = roles_of(block.value_output), moments_of(self.entry, [(block.value,)])
+            yield ValueLatents(self.entry, layer, VALUE, roles, moments)
 
     def _check(self, layer: LayerGeometry) -> None:
         keep, least = self.entry.cache_keep, min(self.entry.multiple(layer.hidden), *layer.attention.key.shape)
@@ -189,11 +170,6 @@ class LoRCMethod(Method[LoRC]):
                 f"cache_keep: {keep:g} of {_cached(layer)} cached numbers is less than the smallest rank, {least}; "
                 f"give at least {least / _cached(layer):.4f}, or a smaller rank_multiple"
             )
-
-    def _moments(self, matrix: Matrix) -> tuple[Moment, ...]:
-        if self.entry.needs_gradient:
-            return input_moment(matrix), pull((matrix,))
-        return (input_moment(matrix),) if self.entry.weighting == "input" else ()
 
     def cache_target(self, geometry: Geometry) -> float | None:
         """Return `cache_keep` times the claimed part of the dense cache."""

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from manifests.methods import Magnitude
 from manifests.records import FormSpec
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.base import Group, Method
 from pipeline.methods.method import Ranks, Solution
+from pipeline.methods.tensors import kept_channels
 from pipeline.ranks.budget import RankVariable
 
 WIDTH = "mlp"  # the rank variable
@@ -43,13 +43,7 @@ class Channels(Group[Magnitude]):
             start=torch.zeros((), dtype=torch.float64),
         )
         kept_k = torch.sort(size_N, descending=True, stable=True).indices[: ranks[WIDTH]].sort().values
-        writer = self.mlp.writer
-        tensors: dict[str, Tensor] = {writer.weight_key: self.weight(writer)[:, kept_k]}
-        for key, tensor in self.weights.items():
-            if key == writer.bias_key:
-                tensors[key] = tensor
-            elif key != writer.weight_key:
-                tensors[key] = tensor[kept_k]
+        tensors = kept_channels(self.weights, self.mlp, kept_k, self.weight(self.mlp.writer)[:, kept_k])
         report = {"dropped_magnitude": float(1.0 - size_N[kept_k].sum() / size_N.sum())}
         return Solution(tensors, self.forms(ranks), report)
 

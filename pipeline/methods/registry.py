@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from types import MappingProxyType
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from manifests.errors import InputError
@@ -26,7 +26,7 @@ from manifests.methods import (
     Magnitude,
     MergeExperts,
 )
-from manifests.quantize import OUTER_BITS, OUTER_ROLES
+from manifests.quantize import OUTER_ROLES
 from manifests.schema import Manifest
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import foreign_attention_fault
@@ -42,14 +42,7 @@ from pipeline.methods.loss_aware.shapes import ShapedExperts
 from pipeline.methods.magnitude import MagnitudeMethod
 from pipeline.methods.method import Moment, Scores, Task, group_key, task_key
 from pipeline.methods.mla import MLAMethod
-from pipeline.methods.rounded_size import (
-    most_by_bits,
-    numbers_of_bytes,
-    overcounted,
-    saved_outside,
-    scope_units,
-    weight_of,
-)
+from pipeline.methods.rounded_size import RoundedSizes
 from pipeline.methods.separate import ASVDMethod, SVDLLMMethod, SVDMethod
 from pipeline.methods.unchanged import Unchanged
 from pipeline.ranks.allocation import (
@@ -64,9 +57,6 @@ from pipeline.ranks.allocation import (
 from pipeline.ranks.budget import RankKey
 from pipeline.ranks.curves import from_columns
 from pipeline.ranks.importance import angular_importance
-
-NumberWeights = Mapping[str, float]  # task -> weight of each of its numbers in the budget
-
 
 Methods = Sequence[Method[Any]]
 
@@ -115,7 +105,7 @@ def claim_tasks(methods: Methods, geometry: Geometry) -> tuple[Task, ...]:
         except ValueError as error:
             raise InputError(f"methods.{position} ({method.name}): {error}") from error
         _check_beside_own_class(methods, position)
-        if not groups and not isinstance(method, Unchanged):
+        if not groups and method.listed:
             _refuse_idle(f"methods.{position} ({method.name})", geometry)
         for group in groups:
             claim = f"methods.{position} ({method.name}, {group.name})"
@@ -125,7 +115,7 @@ def claim_tasks(methods: Methods, geometry: Geometry) -> tuple[Task, ...]:
                     raise InputError(
                         f"layer {group.layer}: {role} is claimed by {other} and by {claim}; a tensor is claimed once"
                     )
-            tasks.append(group.task(position, method.refine))
+            tasks.append(group.task(position, method.entry.refine))
     return _by_layer(tasks)
 
 
@@ -134,7 +124,7 @@ def _check_beside_own_class(methods: Methods, position: int) -> None:
     owner, method = next((method for method in methods if method.own_class), None), methods[position]
     if owner is None or method is owner or method.narrows_alike:
         return
-    entry = "quantize" if isinstance(method, Unchanged) else f"methods.{position} ({method.name})"
+    entry = f"methods.{position} ({method.name})" if method.listed else method.name
     raise InputError(
         f"{entry}: OUTPUT of {owner.name} is an ordinary checkpoint of another class, which cannot hold its results; "
         "leave it out, or compress OUTPUT in a second job. The class holds MLPs of one smaller width in all layers: "
@@ -163,14 +153,12 @@ def task_groups(methods: Methods, geometry: Geometry) -> dict[str, Group[Any]]:
 
 def measure_tasks(methods: Methods, geometry: Geometry) -> tuple[Task, ...]:
     """Return the groups to measure before ranks are chosen, by layer."""
-    measured = ((position, group) for position, each in enumerate(methods) for group in each.measures(geometry))
-    return _by_layer(group.task(position) for position, group in measured)
+    return _by_layer(group.task(position) for position, each in enumerate(methods) for group in each.measures(geometry))
 
 
 def predict_tasks(methods: Methods, geometry: Geometry) -> tuple[Task, ...]:
     """Return the groups whose curves are computed before ranks are chosen, by layer."""
-    predicted = ((position, group) for position, each in enumerate(methods) for group in each.predicts(geometry))
-    return _by_layer(group.task(position) for position, group in predicted)
+    return _by_layer(group.task(position) for position, each in enumerate(methods) for group in each.predicts(geometry))
 
 
 def _by_layer(tasks: Iterable[Task]) -> tuple[Task, ...]:
@@ -229,16 +217,10 @@ def allocate_ranks(
     Raises:
         InputError: the budget cannot be met. The message names the reachable range.
     """
-    weights = [_weights(manifest, position, method, geometry) for position, method in enumerate(methods)]
-    entries = [
-        _entry(position, method, geometry, scores, by_task)
-        for position, (method, by_task) in enumerate(zip(methods, weights, strict=True))
-    ]
-    beyond = sum(
-        _overcounted(manifest, entry, by_task, method.claims(geometry), geometry)
-        for method, entry, by_task in zip(methods, entries, weights, strict=True)
-        if by_task
-    )
+    sizes = RoundedSizes(manifest, geometry)
+    claims = [_Claims(position, method, geometry, scores, sizes) for position, method in enumerate(methods)]
+    entries = [each.entry() for each in claims]
+    beyond = sum(each.overcounted(entry) for each, entry in zip(claims, entries, strict=True))
     claimed = {(group.layer, role) for method in methods for group in method.claims(geometry) for role in group.roles}
     entries = [entry for entry in entries if entry.dense_numbers]  # `Unchanged` may have nothing to round
     _check_max_loss(manifest, entries)
@@ -256,18 +238,20 @@ def allocate_ranks(
         if budget.bytes is None:
             return NumberBudget("budget.keep", budget.share, total, untouched + own_numbers)
         if manifest.quantize is not None and manifest.quantize.bits == "auto" and scores.curves is not None:
-            saved = saved_outside(manifest, geometry)
-            units = scope_units(geometry, budget.scope)
             inside = (
                 geometry.layers[layer].stored_bytes((role,)) for layer, role in claimed if role not in OUTER_ROLES
             )
-            untouched_units = units - 8 * sum(inside) / geometry.bits
-            return NumberBudget("budget.bytes", budget.bytes, units, untouched_units - saved + own_numbers)
-        whole, reserved = numbers_of_bytes(manifest, geometry, claimed)
-        own_numbers *= most_by_bits(manifest.quantize, geometry.bits)
-        return NumberBudget("budget.bytes", budget.bytes, whole, reserved - beyond + untouched + own_numbers)
+            untouched_units = sizes.units - 8 * sum(inside) / geometry.bits
+            reserved = untouched_units - sizes.saved_outside
+            return NumberBudget("budget.bytes", budget.bytes, sizes.units, reserved + own_numbers)
+        reserved = sizes.reserved(claimed) - beyond + untouched
+        return NumberBudget("budget.bytes", budget.bytes, sizes.whole, reserved + own_numbers * sizes.most_by_bits)
 
-    return allocate(entries, shared) | _outer_ranks(methods, geometry)
+    ranks = allocate(entries, shared)
+    for each in claims:
+        outside = each.method.outer_ranks(geometry).items()
+        ranks |= {each.key(layer, group): own for (layer, group), own in outside}
+    return ranks
 
 
 def _check_max_loss(manifest: Manifest, entries: Sequence[Entry]) -> None:
@@ -281,22 +265,12 @@ def _check_max_loss(manifest: Manifest, entries: Sequence[Entry]) -> None:
         )
 
 
-def _outer_ranks(methods: Methods, geometry: Geometry) -> dict[str, dict[str, int]]:
-    """Return the ranks of groups outside the layers, which the budget does not count."""
-    return {
-        task_key(layer, position, group): ranks
-        for position, method in enumerate(methods)
-        if isinstance(method, Unchanged)
-        for (layer, group), ranks in method.outer_ranks(geometry, OUTER_BITS).items()
-    }
-
-
 def saved_numbers(methods: Methods, geometry: Geometry) -> int:
     """Count the numbers saved by methods with ranks or a `keep` of their own."""
     saved = 0.0
     alike = Scores(dict.fromkeys(range(geometry.num_layers), 1.0))
     for position, method in enumerate(methods):
-        entry = _entry(position, method, geometry, alike)
+        entry = _Claims(position, method, geometry, alike).entry()
         if entry.fixed:
             saved += entry.dense_numbers - fixed_numbers(entry)
         elif entry.keep is not None:
@@ -309,101 +283,110 @@ def layer_importance(mean_cosines: Sequence[float]) -> dict[int, float]:
     return dict(enumerate(angular_importance(mean_cosines)))
 
 
-def _entry(
-    position: int,
-    method: Method[Any],
-    geometry: Geometry,
-    scores: Scores,
-    weights: NumberWeights = MappingProxyType({}),
-) -> Entry:
-    """Return a method as an entry of the allocation, with groups named by the keys of their tasks."""
-    method_scores = _scores_of(scores, position, method, geometry)
+@dataclass(frozen=True)
+class _Claims:
+    """The claims of one method, whose ranks are to be chosen.
 
-    def targets(ratio: float) -> dict[RankKey, float]:
-        try:
-            ranks = method.target_ranks(geometry, ratio, method_scores)
-        except ValueError as error:  # fields contradict each other on this model
-            raise InputError(f"methods.{position} ({method.name}): {error}") from error
-        return {(layer, task_key(layer, position, group), name): rank for (layer, group, name), rank in ranks.items()}
+    `position`: of the method in the manifest. `sizes`: None if no budget weighs numbers.
+    """
 
-    variables = method.rank_variables(geometry)
-    entry = Entry(
-        where=f"methods.{position}",
-        dense_numbers=sum(
-            geometry.layers[group.layer].numbers(set(group.roles) - {*OUTER_ROLES}) for group in method.claims(geometry)
-        ),
-        keep=method.keep,
-        fixed=method.fixed_ranks,
-        variables=tuple(
-            replace(variable, group=task_key(variable.layer, position, variable.group)) for variable in variables
-        ),
-        targets=targets,
-        prediction=_prediction(position, method, geometry, scores, weights),
-        most=_most_numbers(method, geometry, scores),
-        least_reason=method.least_reason(geometry),
-    )
-    entry = weighed(entry, weights) if weights else entry
-    return tied(entry) if method.uniform else entry
+    position: int
+    method: Method[Any]
+    geometry: Geometry
+    scores: Scores
+    sizes: RoundedSizes | None = None
 
-
-def _weights(manifest: Manifest, position: int, method: Method[Any], geometry: Geometry) -> NumberWeights:
-    """Map each task to the weight of its numbers, under a budget of bytes with several dtypes; else return {}."""
-    mixed = geometry.outer_bits or any(layer.own_bits for layer in geometry.layers)
-    chosen_bits = manifest.quantize is not None and manifest.quantize.bits == "auto"
-    weighed_already = chosen_bits and method.predicts(geometry)
-    if manifest.budget is None or manifest.budget.bytes is None or not mixed or weighed_already:
-        return {}
-    return {
-        task_key(group.layer, position, group.name): weight_of(manifest, geometry.layers[group.layer], group.roles)
-        for group in method.claims(geometry)
-    }
-
-
-def _overcounted(
-    manifest: Manifest, entry: Entry, weights: NumberWeights, groups: Sequence[Group[Any]], geometry: Geometry
-) -> float:
-    """Sum `overcounted` over an entry's groups inside the layers. `weights`: the weights of its groups, in order."""
-    return sum(
-        overcounted(
-            manifest, geometry.layers[group.layer], group.roles, entry.heaviest if entry.keeps_share else weight
-        )
-        for group, weight in zip(groups, weights.values(), strict=True)
-        if not {*group.roles} & {*OUTER_ROLES}
-    )
-
-
-def _prediction(
-    position: int, method: Method[Any], geometry: Geometry, scores: Scores, weights: NumberWeights
-) -> Prediction | None:
-    """Return the curves of a method whose ranks follow predicted loss, else None."""
-    groups = method.predicts(geometry)
-    if not groups:
-        return None
-    keys = [task_key(group.layer, position, group.name) for group in groups]
-    least = sum(weights.get(key, 1.0) * group.least_numbers() for key, group in zip(keys, groups, strict=True))
-    curves, guarded = None, frozenset[str]()
-    if scores.curves is not None:
-        guarded = frozenset(key for key in keys if scores.curves[key].few)
-        curves = {
-            key: [replace(p, numbers=weights.get(key, 1.0) * p.numbers) for p in from_columns(scores.curves[key])]
-            for key in keys
+    @cached_property
+    def weights(self) -> Mapping[str, float]:
+        """Map each task to the weight of its numbers, under a budget of bytes with several dtypes; else return {}."""
+        if self.sizes is None:
+            return {}
+        manifest, method, geometry = self.sizes.manifest, self.method, self.geometry
+        mixed = geometry.outer_bits or any(layer.own_bits for layer in geometry.layers)
+        chosen_bits = manifest.quantize is not None and manifest.quantize.bits == "auto"
+        weighed_already = chosen_bits and method.predicts(geometry)
+        if manifest.budget is None or manifest.budget.bytes is None or not mixed or weighed_already:
+            return {}
+        return {
+            self.key(group.layer, group.name): self.sizes.weight_of(group.geometry, group.roles)
+            for group in method.claims(geometry)
         }
-    return Prediction(curves, least, method.cache_target(geometry), guarded)
 
+    def key(self, layer: int, group: str) -> str:
+        """Return the key of a group's task."""
+        return task_key(layer, self.position, group)
 
-def _most_numbers(method: Method[Any], geometry: Geometry, scores: Scores) -> float:
-    """Bound the numbers of a method that sets its own size, while its measurements or curves are missing; else 0."""
-    measures = scores.measured is None and method.measures(geometry)
-    predicts = scores.curves is None and method.predicts(geometry)
-    return method.most_numbers(geometry) if method.fixed_ranks and (measures or predicts) else 0.0
+    def entry(self) -> Entry:
+        """Return the claims as an entry of the allocation, with groups named by the keys of their tasks."""
+        method, geometry, own_scores = self.method, self.geometry, self._own_scores()
 
+        def targets(ratio: float) -> dict[RankKey, float]:
+            try:
+                ranks = method.target_ranks(geometry, ratio, own_scores)
+            except ValueError as error:  # fields contradict each other on this model
+                raise InputError(f"methods.{self.position} ({method.name}): {error}") from error
+            return {(layer, self.key(layer, group), name): rank for (layer, group, name), rank in ranks.items()}
 
-def _scores_of(scores: Scores, position: int, method: Method[Any], geometry: Geometry) -> Scores:
-    """Return the scores for one method, with only its own measurements."""
-    if scores.measured is None:
-        return scores
-    own = {(group.layer, group.name) for group in method.measures(geometry)}
-    return replace(
-        scores,
-        measured={group_key(layer, name): scores.measured[task_key(layer, position, name)] for layer, name in own},
-    )
+        entry = Entry(
+            where=f"methods.{self.position}",
+            dense_numbers=sum(
+                geometry.layers[group.layer].numbers(set(group.roles) - {*OUTER_ROLES})
+                for group in method.claims(geometry)
+            ),
+            keep=method.entry.keep,
+            fixed=method.fixed_ranks,
+            variables=tuple(
+                replace(variable, group=self.key(variable.layer, variable.group))
+                for variable in method.rank_variables(geometry)
+            ),
+            targets=targets,
+            prediction=self._prediction(),
+            most=self._most_numbers(),
+            least_reason=method.least_reason(geometry),
+        )
+        entry = weighed(entry, self.weights) if self.weights else entry
+        return tied(entry) if method.uniform else entry
+
+    def overcounted(self, entry: Entry) -> float:
+        """Sum `overcounted` over the groups inside the layers, if their numbers are weighted. `entry`: that of these
+        claims."""
+        if self.sizes is None or not self.weights:
+            return 0.0
+        return sum(
+            self.sizes.overcounted(group.geometry, group.roles, entry.heaviest if entry.keeps_share else weight)
+            for group, weight in zip(self.method.claims(self.geometry), self.weights.values(), strict=True)
+            if not {*group.roles} & {*OUTER_ROLES}
+        )
+
+    def _prediction(self) -> Prediction | None:
+        """Return the curves of a method whose ranks follow predicted loss, else None."""
+        groups, weights, known = self.method.predicts(self.geometry), self.weights, self.scores.curves
+        if not groups:
+            return None
+        keys = [self.key(group.layer, group.name) for group in groups]
+        least = sum(weights.get(key, 1.0) * group.least_numbers() for key, group in zip(keys, groups, strict=True))
+        curves, guarded = None, frozenset[str]()
+        if known is not None:
+            guarded = frozenset(key for key in keys if known[key].few)
+            curves = {
+                key: [replace(p, numbers=weights.get(key, 1.0) * p.numbers) for p in from_columns(known[key])]
+                for key in keys
+            }
+        return Prediction(curves, least, self.method.cache_target(self.geometry), guarded)
+
+    def _most_numbers(self) -> float:
+        """Bound the numbers of a method that sets its own size, while its measurements or curves are missing; else
+        0."""
+        measures = self.scores.measured is None and self.method.measures(self.geometry)
+        predicts = self.scores.curves is None and self.method.predicts(self.geometry)
+        unknown = self.method.fixed_ranks and (measures or predicts)
+        return self.method.most_numbers(self.geometry) if unknown else 0.0
+
+    def _own_scores(self) -> Scores:
+        """Return the scores with only the method's own measurements, by `group_key`."""
+        measured = self.scores.measured
+        if measured is None:
+            return self.scores
+        own = {(group.layer, group.name) for group in self.method.measures(self.geometry)}
+        by_group = {group_key(layer, name): measured[self.key(layer, name)] for layer, name in own}
+        return replace(self.scores, measured=by_group)

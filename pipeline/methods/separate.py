@@ -40,12 +40,10 @@ class Separate(Group[E]):
 
     def variables(self) -> tuple[RankVariable, ...]:
         """Choose a rank for each role. At its cap the weight stays dense, because factors would save nothing."""
-        variables = []
-        for role in self.roles:
-            m, D = self.geometry.weight_shape(role)
-            cost = partial(_stored, m, D, self.geometry.matrices[role].biases)
-            variables.append(self.variable(role, rank_limit(m, D) + 1, cost))
-        return tuple(variables)
+        return tuple(
+            self.variable(matrix.role, rank_limit(*matrix.shape) + 1, partial(_stored, *matrix.shape, matrix.biases))
+            for matrix in self.matrices
+        )
 
     def forms(self, ranks: Ranks) -> dict[str, FormSpec]:
         """Map each role whose factors store less than the dense weight to `low_rank`."""
@@ -79,8 +77,7 @@ class Separate(Group[E]):
 
     def solve_work(self, tokens: int, hinted: bool = False) -> Work:
         """Count the root of the inputs' moment, and the factors."""
-        matrices = [self.geometry.matrices[role] for role in self.roles]
-        return low_rank(matrices, matrices[0].inputs) if self.roots else Work()
+        return low_rank(self.matrices, self.matrices[0].inputs) if self.roots else Work()
 
 
 def _stored(m: int, D: int, bias: int, rank: float) -> float:

@@ -1,6 +1,6 @@
-"""Tensors that several methods store in the same way: biases, values in another basis, the factors of a weight.
+"""Tensors that several methods store in the same way: biases, values in another basis, channels, factors of a weight.
 
-Legend: G key/value heads, d head_dim, r rank, m outputs, D inputs, N channels.
+Legend: G key/value heads, d head_dim, r rank, m outputs, D inputs, N channels, k of them kept.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from pipeline.families.blocks import Matrix
+from pipeline.families.blocks import Matrix, MLPBlock
 from pipeline.kernels.heads import encode_heads
 from pipeline.kernels.lowrank import InputRoots, low_rank
 from pipeline.kernels.spectra import dropped_share, spectrum
@@ -28,6 +28,15 @@ def encoded_values(weights: Mapping[str, Tensor], value: Matrix, encode_Grd: Ten
     if value.bias:
         tensors[value.bias_key] = encode_heads(encode_Grd, weights[value.bias_key][:, None])[:, 0]
     return tensors
+
+
+def kept_channels(
+    weights: Mapping[str, Tensor], block: MLPBlock, kept_k: Tensor, written_Dk: Tensor
+) -> dict[str, Tensor]:
+    """Return the tensors of an MLP on its kept channels (k,). `written_Dk`: the new weight of its writer."""
+    whole = (block.writer.weight_key, block.writer.bias_key)
+    kept = {key: tensor if key in whole else tensor[kept_k] for key, tensor in weights.items()}
+    return {**kept, block.writer.weight_key: written_Dk}
 
 
 def factors_of(role: str, weight_mD: Tensor, rank: int, roots: InputRoots | None) -> Solution:

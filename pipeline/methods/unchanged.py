@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from manifests.method_entry import MethodEntry
-from manifests.quantize import is_skipped
+from manifests.quantize import OUTER_BITS, is_skipped
 from manifests.records import Curve, FormSpec
 from pipeline.families.blocks import roles_of
 from pipeline.families.geometry import Geometry
@@ -53,6 +53,7 @@ class Unchanged(Method[MethodEntry]):
     chosen_bits: bool = False
     outer: tuple[str, ...] = ()
     name: ClassVar[str] = "quantize"
+    listed: ClassVar[bool] = False
 
     @property
     def fixed_ranks(self) -> bool:
@@ -68,18 +69,16 @@ class Unchanged(Method[MethodEntry]):
 
         Raises the ValueErrors of the other methods.
         """
-        outside = (group for layer in geometry.layers for group in self._outside(layer))
-        return (*self._inside(geometry), *(group for group in outside if not self.routed_only))
+        return (*self._inside(geometry), *(() if self.routed_only else self._outside(geometry)))
 
     def group(self, task: Task, layer: LayerGeometry) -> Whole:
         """Return the group of a task, which names the roles that other methods leave."""
         return Whole(self.entry, layer, task.name, task.roles)
 
-    def outer_ranks(self, geometry: Geometry, bits: int) -> dict[tuple[int, str], dict[str, int]]:
-        """Map layer and group of each role outside the layers to its ranks, with `bits` if bits are chosen."""
-        ranks = {WHOLE: 1, BITS: bits} if self.chosen_bits else {WHOLE: 1}
-        outside = (group for layer in geometry.layers for group in self._outside(layer))
-        return {(group.layer, group.name): dict(ranks) for group in outside}
+    def outer_ranks(self, geometry: Geometry) -> dict[tuple[int, str], dict[str, int]]:
+        """Map layer and name of each role outside the layers to its ranks, with `OUTER_BITS` if bits are chosen."""
+        ranks = {WHOLE: 1, BITS: OUTER_BITS} if self.chosen_bits else {WHOLE: 1}
+        return {(group.layer, group.name): dict(ranks) for group in self._outside(geometry)}
 
     def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
         """Return the variables of the groups inside the layers."""
@@ -103,6 +102,7 @@ class Unchanged(Method[MethodEntry]):
             if free := tuple(role for role in group.roles if (group.layer, role) not in claimed):
                 yield Whole(self.entry, group.geometry, group.name, free)
 
-    def _outside(self, layer: LayerGeometry) -> Iterator[Whole]:
-        roles = (role for role, _, _ in layer.outer if role in self.outer)
-        return (Whole(self.entry, layer, role, (role,)) for role in roles)
+    def _outside(self, geometry: Geometry) -> Iterator[Whole]:
+        for layer in geometry.layers:
+            roles = (role for role, _, _ in layer.outer if role in self.outer)
+            yield from (Whole(self.entry, layer, role, (role,)) for role in roles)

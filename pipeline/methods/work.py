@@ -1,4 +1,4 @@
-"""The operations of solves and curves, which the cost model prices. docs/plan.md#work-of-a-layer.
+"""The operations of curves, solves and rounding, which the cost model prices. docs/plan.md#work-of-a-layer.
 
 Legend: D hidden, N channels of an MLP, k of them kept, n size of an eigenproblem, r rank.
 """
@@ -30,18 +30,18 @@ FIT_TOKENS = 2  # tokens per channel, at least, to fit down to a sample
 SWAPS = 32  # row swaps until a pivoted form's coefficients are small
 SWAPPED_BYTES = 64  # moved for each coefficient and swap: magnitudes, their maximum, the update
 WIDTH_BYTES = 200  # per width of an MLP's curve and each of D² numbers: two growing moments, two eigenproblems
-COUNTS = ("products", "factors", "vectors", "values", "steps", "sampled", "moved")
+COUNTS = ("products", "single", "factors", "vectors", "values", "steps", "columns", "sampled", "moved")
 
 
 @dataclass(frozen=True)
 class Work:
-    """Counts of the operations of a solve or a curve.
+    """Counts of the operations of a curve, a solve or the rounding of a solution.
 
     Attributes:
-        products: float64 operations of matrix products.
+        products: float64 operations of matrix products; `single`: float32 operations.
         factors: of Cholesky, LU, QR, triangular solves, and updates by few columns.
         vectors, values: sums of n³ over eigenproblems, with vectors and without.
-        steps: removals of channels, one after another.
+        steps: removals of channels, one after another; `columns`: columns that are rounded one after another.
         sampled: operations on a sample, in the checkpoint's dtype.
         moved: bytes of device memory that elementwise work moves.
         pieces: the number of pieces of a curve; `shared`: the part of this work before them; None without pieces.
@@ -58,6 +58,8 @@ class Work:
     pieces: int = 1
     shared: Work | None = None
     repeated: float = 0.0
+    single: float = 0.0
+    columns: int = 0
 
     def __add__(self, other: Work) -> Work:
         """Add the counts of another. The result has the pieces of this one."""

@@ -13,7 +13,7 @@ from manifests.quantize import OUTER_ROLES, Quantize, is_skipped
 from manifests.schema import Manifest
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
-from pipeline.methods.experts.method import ROUTER
+from pipeline.methods.experts.mixture import ROUTER
 from pipeline.methods.method import Task
 from pipeline.rounding.choices import gradient_moments
 from pipeline.rounding.outputs import output_moments

@@ -19,14 +19,13 @@ from pipeline.cost_model.phases import phase_seconds
 from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.cost_model.prices import WORKERS_SECONDS, Prices
 from pipeline.cost_model.rates import NOMINAL_CPU, rates_of
-from pipeline.cost_model.rounding_work import round_seconds
 from pipeline.cost_model.solve_work import eigen_flops, solve_flops, solve_seconds, solve_work
 from pipeline.cost_model.vocabulary import TOKENIZER_BYTES
 from pipeline.cost_model.work import layer_work
 from pipeline.families.geometry import Geometry
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.job import plan_report as planning
-from pipeline.methods.method import Moment
+from pipeline.methods.method import Moment, read_task_key
 from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.methods.work import Work
 from pipeline.plan import main
@@ -237,17 +236,18 @@ def test_what_rounding_takes() -> None:
     work = layer_work(planned, 2)
     assert work.solves[:2] == layer_work(PlannedJob.of(plain, where), 2).solves
     assert solve_flops(work.solves[2]) == 0  # q and k, which are rounded alone
-    found = {each.name: each for each in work.rounding}
+    found = {read_task_key(key).group: each for key, each in work.rounding.items()}
     kept = 96  # three quarters of 128
-    assert found["mlp"].flops == pytest.approx((64**3 + kept**3) / 3)
+    assert found["mlp"].products == pytest.approx((64**3 + kept**3) / 3)
     passes = 2  # of error feedback, and of polishing
-    assert found["mlp"].fed_flops == passes * (2 * kept * 64**2 + 64 * kept**2)
-    assert found["query_key_value"].steps == passes * 64
-    assert found["head"].fed_flops == passes * where.vocab * 64**2
-    assert (found["embed"].flops, found["embed"].steps) == (0.0, 0)
+    assert found["mlp"].single == passes * (2 * kept * 64**2 + 64 * kept**2)
+    assert found["query_key_value"].columns == passes * 64
+    assert found["head"].single == passes * where.vocab * 64**2
+    assert (found["embed"].products, found["embed"].columns) == (0.0, 0)
     assert len(work.rounding) == 3 * where.num_layers + 2
-    seconds = phase_seconds(Prices(work, rates_of("H200"), PlannedPasses(6, 4, 1, importance=0, compressed=False)))
-    assert seconds["round"] == pytest.approx(sum(round_seconds(each, rates_of("H200")) for each in work.rounding))
+    rates = rates_of("H200")
+    seconds = phase_seconds(Prices(work, rates, PlannedPasses(6, 4, 1, importance=0, compressed=False)))
+    assert seconds["round"] == pytest.approx(sum(solve_seconds(each, rates) for each in work.rounding.values()))
     (head,) = (task for task in planned.tasks if task.roles == ("head",))
     assert head.moments
     assert solve_flops(solve_work(head, planned.groups[head.key], 100)) == 0
@@ -557,12 +557,12 @@ def test_what_feedback_on_both_sides_takes() -> None:
     where = llama(hidden_size=64, intermediate_size=128)
     found = []
     for job in (both, one):
-        found.append({each.name: each for each in layer_work(rounded_job(job, where), 2).rounding})
+        found.append(layer_work(rounded_job(job, where), 2).rounding)
     assert found[0].keys() == found[1].keys() != set()
     for name, work in found[0].items():
-        assert work.flops > found[1][name].flops
-        assert work.fed_flops > found[1][name].fed_flops
-        assert work.steps > found[1][name].steps
+        assert work.products > found[1][name].products
+        assert work.single > found[1][name].single
+        assert work.columns > found[1][name].columns
 
 
 def test_eigenproblems_have_a_rate_of_their_own() -> None:

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from pipeline.families.registry import geometry_of, standard_config
-from pipeline.methods.experts.method import sampled
+from pipeline.methods.experts.method import EXPERTS, sample_of
 from pipeline.methods.experts.scores import SALIENCY_BY_EXPERT, TOKENS_BY_EXPERT
-from pipeline.methods.experts.shapes import EXPERTS
-from pipeline.methods.experts.solutions import sample_of
 from pipeline.methods.method import Solution, Statistics
 from pipeline.methods.registry import build_methods
 from tests import factories
@@ -33,7 +31,7 @@ def solve(entry: dict[str, object], count: int) -> Solution:
     inputs_TD[:, 0] = inputs_TD[:, 0].abs()
     experts = len(LAYER.experts)
     weights["router.weight"][:, 0] = torch.linspace(0.0, 3.0, experts, dtype=torch.float64)
-    statistics = Statistics({sample_of(LAYER.experts, sampled(LAYER)): inputs_TD[None]}, TOKENS)
+    statistics = Statistics({sample_of(LAYER): inputs_TD[None]}, TOKENS)
     return group.with_data(weights, statistics).solve({EXPERTS: count})
 
 

@@ -9,17 +9,29 @@ import pytest
 
 PROGRAM = """
 import torch
-from pipeline.methods.joint_rank_k import _joint
+from manifests.methods import JointRankK
+from pipeline.methods.joint_rank_k import JointRankKMethod
+from tests.families.geometries import llama
 from workers.memory import map_large_tensors, peak_bytes
 
 map_large_tensors()
 torch.set_num_threads(1)
 generator = torch.Generator().manual_seed(0)
-weights = {role: torch.empty(32768, 512, dtype=torch.bfloat16).normal_(generator=generator) for role in ("gate", "up")}
-tiny = {role: weight[:600] for role, weight in weights.items()}
-_joint(tiny, 8, None)
+method = JointRankKMethod(JointRankK(method="joint_rank_k", query_key="none"))
+weights = {
+    f"{role}.weight": torch.empty(32768, 512, dtype=torch.bfloat16).normal_(generator=generator)
+    for role in ("gate", "up")
+}
+
+
+def solve(rows, rank):
+    (group,) = method.groups(llama("mha", hidden_size=512, intermediate_size=rows).layers[0])
+    assert group.with_data({key: weight[:rows] for key, weight in weights.items()}).solve({"mlp": rank}).forms
+
+
+solve(600, 8)
 before = peak_bytes()
-_joint(weights, 352, None)
+solve(32768, 352)
 print((peak_bytes() - before) / sum(weight.nbytes for weight in weights.values()))
 """
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.methods.lestd_loss import SOLVED, curve, loss_of, matrix_changes, moments
+from pipeline.methods.lestd import SOLVED, TuckerBlock, interpolated_curve, loss_moments
 from pipeline.methods.method import Statistics
 from pipeline.methods.moments import input_moment, output_gradient
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.curves import from_columns
 from tests.families.geometries import llama
+from tests.methods.tucker_weights import group_of, lestd
 
 TOKENS = 50
 
@@ -24,9 +25,10 @@ def square(width: int, seed: int) -> Tensor:
 
 
 def test_the_loss_is_half_the_trace_of_each_matrix() -> None:
-    block = llama().layers[0].attention
+    block, group = llama().layers[0].attention, group_of(lestd(), llama(), "attention")
+    assert isinstance(group, TuckerBlock)
     entered = {}
-    for seed, moment in enumerate(moments(block)):
+    for seed, moment in enumerate(loss_moments(block)):
         width = next(
             m.inputs if input_moment(m) == moment else m.outputs
             for m in block.matrices
@@ -41,20 +43,13 @@ def test_the_loss_is_half_the_trace_of_each_matrix() -> None:
         * torch.trace(statistics.mean(output_gradient(m))[0] @ change @ statistics.mean(input_moment(m))[0] @ change.T)
         for m, change in changes.items()
     )
-    assert loss_of(changes, statistics) == pytest.approx(float(expected))
-
-
-def test_errors_of_stacked_tensors_have_the_shapes_of_the_weights() -> None:
-    block = llama().layers[0].attention
-    heads, width = block.heads, block.head_dim
-    errors = {
-        m.role: torch.randn(48, width, m.outputs // width if not m.writes_stream else heads) for m in block.matrices
+    errors = {  # by D, width of a head, heads
+        m.role: change.unflatten(1, (-1, block.head_dim)).permute(0, 2, 1)
+        if m.writes_stream
+        else change.unflatten(0, (-1, block.head_dim)).permute(2, 1, 0)
+        for m, change in changes.items()
     }
-    changes = matrix_changes(block, errors)
-    assert {m: tuple(change.shape) for m, change in changes.items()} == {m: m.shape for m in block.matrices}
-    query, writer = block.query, block.writer
-    assert torch.equal(changes[query][width + 3], errors[query.role][:, 3, 1]), "head 1 follows head 0"
-    assert torch.equal(changes[writer][:, width + 3], errors[writer.role][:, 3, 1])
+    assert group.with_data({}, statistics).loss_of(errors) == pytest.approx(float(expected))
 
 
 def test_sizes_between_solved_ones_follow_the_logarithm_of_the_loss() -> None:
@@ -66,7 +61,7 @@ def test_sizes_between_solved_ones_follow_the_logarithm_of_the_loss() -> None:
         solved.append(size)
         return math.exp(-0.02 * size)
 
-    points = from_columns(curve(variable, 7, loss_at))
+    points = from_columns(interpolated_curve(variable, 7, loss_at))
     assert len(solved) == len(set(solved)) <= len(SOLVED)
     *below, cap = points
     assert len(below) > 2 * len(solved)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from pipeline.methods.lestd_problems import Layout, errors_of, weighted_inputs, weighted_output
+from pipeline.methods.lestd_problems import Problem
 from pipeline.methods.lestd_sizes import ProblemShape
 from tests.tensors import random
 
@@ -19,9 +17,13 @@ def moment(*shape: int, seed: int) -> Tensor:
     return values @ values.transpose(-1, -2)
 
 
+def problem_of(tensor: Tensor, **divisors: float) -> Problem:
+    return Problem(ProblemShape(D, W, ((tensor.shape[2], H),), 16), [tensor], [tuple(divisors)], divisors)
+
+
 def test_the_norm_of_weighted_inputs_is_that_of_the_outputs() -> None:
     tensor, moment_DD = random(D, W, 2, H, seed=1), moment(D, D, seed=2)
-    problem = weighted_inputs(Layout(ProblemShape(D, W, ((2, H),), 16), ("",)), [tensor], moment_DD)
+    problem = problem_of(tensor, q=1.0, k=1.0).weighted_inputs(moment_DD)
     outputs = torch.einsum("xwth,xy,ywth->", tensor, moment_DD, tensor)  # Σ (wᵀ x)² over the text
     normed = outputs / moment_DD.diagonal().mean()
     assert torch.allclose(problem.tensors[0].square().sum(), normed)
@@ -29,10 +31,9 @@ def test_the_norm_of_weighted_inputs_is_that_of_the_outputs() -> None:
 
 def test_errors_lose_the_weighting_of_inputs_and_of_projections() -> None:
     tensor, error = random(D, W, 2, H, seed=3), random(D, W, 2, H, seed=4)
-    problem = weighted_inputs(Layout(ProblemShape(D, W, ((2, H),), 16), ("",)), [tensor], moment(D, D, seed=5))
+    problem = problem_of(tensor, q=2.0, k=0.5).weighted_inputs(moment(D, D, seed=5))
     assert problem.rows is not None
-    rebuilt = problem.tensors[0] - torch.tensordot(problem.rows.root, error, dims=1)
-    errors = errors_of(replace(problem, divisors=((2.0, 0.5),)), [rebuilt], [("q", "k")])
+    errors = problem.errors([problem.tensors[0] - torch.tensordot(problem.rows.root, error, dims=1)])
     assert torch.allclose(errors["q"], 2.0 * error[:, :, 0])
     assert torch.allclose(errors["k"], 0.5 * error[:, :, 1])
 
@@ -40,10 +41,10 @@ def test_errors_lose_the_weighting_of_inputs_and_of_projections() -> None:
 def test_errors_lose_the_weighting_of_columns_and_heads() -> None:
     tensor, error, moment_Hdd = random(D, W, 1, H, seed=6), random(D, W, 1, H, seed=7), moment(H, W, W, seed=8)
     moment_Hdd *= torch.tensor([1.0, 100.0, 0.01], dtype=torch.float64)[:, None, None]
-    problem = weighted_output(Layout(ProblemShape(D, W, ((1, H),), 16), ("",)), tensor, moment_Hdd)
+    problem = problem_of(tensor, o=1.0).weighted_output(moment_Hdd)
     assert problem.columns is not None
     assert problem.scales is not None
     weighted = torch.einsum("ed,xdth,h->xeth", problem.columns.root, error, problem.scales)
-    errors = errors_of(replace(problem, divisors=((1.0,),)), [problem.tensors[0] - weighted], [("o",)])
+    errors = problem.errors([problem.tensors[0] - weighted])
     assert torch.allclose(errors["o"], error[:, :, 0])
     assert problem.scales[1] > problem.scales[0] > problem.scales[2], "louder heads weigh more"

@@ -246,13 +246,9 @@ def test_ranks_below_those_that_were_looked_at_are_not_free() -> None:
     begun = mlp_part.EliminatedChannels(
         order=list(range(layer.mlps[0].width)), losses=[0.0], probed=[layer.mlps[0].width]
     )
-    by_rank = {
-        p.ranks["gate_up"]: p.loss
-        for p in from_columns(
-            mlp_part.mlp_group(entry, layer, layer.mlps[0], corrects=False).join_curve(begun, [piece])
-        )
-    }
-    smallest = min(mlp_solver.probed_ranks(layer.mlps[0], layer.mlps[0].width))
+    group = mlp_part.mlp_group(entry, layer, layer.mlps[0], corrects=False)
+    by_rank = {p.ranks["gate_up"]: p.loss for p in from_columns(group.join_curve(begun, [piece]))}
+    smallest = min(group.probed_ranks(layer.mlps[0].width))
     assert by_rank[smallest] == 0.0
     assert by_rank[1] > 0.5 * float(linear[1])
     assert by_rank[smallest - 1] > 0.0

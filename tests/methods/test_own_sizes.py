@@ -22,7 +22,7 @@ from pipeline.methods.base import Method
 from pipeline.methods.by_loss import curve_of
 from pipeline.methods.method import Scores
 from pipeline.methods.registry import allocate_ranks, build_methods
-from pipeline.methods.rounded_size import numbers_of_bytes
+from pipeline.methods.rounded_size import RoundedSizes
 from tests import factories
 from tests.families.geometries import llama, manifest
 from tests.methods.test_registry import stored
@@ -110,7 +110,8 @@ def share_stored(job: Manifest, geometry: Geometry, ranks: dict[str, dict[str, i
     numbers = stored(job, geometry, {**ranks})
     if job.budget.bytes is None:
         return numbers / geometry.scope_numbers(job.budget.scope)
-    whole, taken = numbers_of_bytes(job, GEOMETRY)
+    sizes = RoundedSizes(job, GEOMETRY)
+    whole, taken = sizes.whole, sizes.reserved()
     return (numbers + taken) / whole
 
 

@@ -62,7 +62,7 @@ def assert_fits(
     assert found <= target * (1 + 1e-11)
     steps = []
     for position, method in enumerate(build_methods(job)):
-        if method.keep is not None or method.fixed_ranks:
+        if method.entry.keep is not None or method.fixed_ranks:
             continue
         for variable in method.rank_variables(geometry):
             rank = ranks[f"{variable.layer}/{position}/{variable.group}"][variable.name]

@@ -14,7 +14,7 @@ from manifests.schema import Manifest
 from pipeline.families.geometry import Geometry
 from pipeline.methods.method import Scores
 from pipeline.methods.registry import allocate_ranks, build_methods
-from pipeline.methods.rounded_size import numbers_of_bytes
+from pipeline.methods.rounded_size import RoundedSizes
 from tests.families.geometries import llama, manifest
 
 
@@ -31,9 +31,8 @@ def of_bytes(
 
 def share_of_bytes(job: Manifest, geometry: Geometry, keep: float) -> float:
     """Of the dense bytes, what a share of the numbers takes once it is rounded."""
-    whole, taken = numbers_of_bytes(job, geometry)
-    assert job.budget is not None
-    return (taken + keep * geometry.scope_numbers(job.budget.scope)) / whole
+    sizes = RoundedSizes(job, geometry)
+    return (sizes.reserved() + keep * geometry.scope_numbers(sizes.scope)) / sizes.whole
 
 
 def counted(geometry: Geometry, bits: int, group: int, scope: str = "decoder") -> float:

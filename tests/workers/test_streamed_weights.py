@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.methods.experts.method import ROUTER
+from pipeline.methods.experts.mixture import ROUTER
 from pipeline.units.units import Write
 from tests import factories
 from tests.workers import bench

@@ -8,8 +8,8 @@ Legend: T sampled tokens of the mixture, m of them, D hidden, N channels of an e
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +19,7 @@ from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.refit import evenly_spread
 from pipeline.kernels.routing import OTHERS
-from pipeline.methods.experts.method import ROUTER, ROUTER_BIAS, mixture_of
-from pipeline.methods.experts.mixture import Mixture, read_by
+from pipeline.methods.experts.mixture import ROUTER, ROUTER_BIAS, Mixture, mixture_of, read_by
 from pipeline.methods.method import Moment, OtherInputs, Statistics, Task, Weights
 from pipeline.methods.moments import input_moment, output_gradient, pull
 
@@ -94,87 +93,85 @@ def completed(task: Task, layer: LayerGeometry, statistics: Statistics, read: Re
         if block.name in few:
             roles = [*block.roles, ROUTER, *((ROUTER_BIAS,) if ROUTER_BIAS in layer.roles else ())]
             mixture = mixture_of(layer, read(roles))
-            statistics = _completed(block, mixture, number, few[block.name], statistics)
+            statistics = _Few(block, number, few[block.name], mixture, statistics).completed()
     return statistics
 
 
-def _completed(block: MLPBlock, mixture: Mixture, number: int, passed: int, statistics: Statistics) -> Statistics:
-    others = _others(block, mixture, number, passed, statistics)
-    if others is None:
-        return statistics
-    moments = dict(statistics.moments)
-    written, gradients = input_moment(block.writer), _Gradients.of(block, mixture, number, others, statistics)
-    if written in moments:
-        lacking = _square(mixture.hidden(number, others.inputs).double() * others.factor)
-        moments[written] = others.scale * (moments[written] + lacking)
-    if block.weighed and (inputs := input_moment(block.readers[0])) in moments:
-        moments[inputs] = others.scale * (moments[inputs] + _square(others.inputs.double() * others.factor))
-    if gradients is not None:
-        moments |= gradients.added(moments)
-    return replace(statistics, moments=moments, others={**statistics.others, block.name: others})
-
-
-def _others(block: MLPBlock, mixture: Mixture, number: int, passed: int, statistics: Statistics) -> OtherInputs | None:
-    sample = _sample(block, [*statistics.moments])
-    assert sample is not None
-    inputs_TD = statistics.moments[sample][0]
-    places_m = evenly_spread(0, len(inputs_TD), len(inputs_TD), OTHERS * block.width)
-    inputs_mD = inputs_TD[places_m.to(inputs_TD.device)]
-    others = mixture.route(inputs_mD).others(number, block.width, passed)
-    if others is None:
-        return None
-    inputs_mD, factor = mixture.as_own(inputs_mD, others)
-    if (written := input_moment(block.writer)) in statistics.moments:
-        own = float(statistics.moments[written].diagonal(dim1=-2, dim2=-1).sum())
-        factor *= others.matched(own, mixture.hidden(number, inputs_mD) * factor, passed)
-    return OtherInputs(inputs_mD, factor, others.scale)
-
-
-class _Gradients(NamedTuple):
-    """The sums of squares (N,), per calibration token, that others add to the gradient at each reader's outputs, before
-    the sums are scaled.
-
-    E[g²] of channel j is taken as wᵀ G w, w the writer's column, times the mean square of the channel's derivative.
-    """
+@dataclass(frozen=True)
+class _Few:
+    """An expert, by its place in the layer, that fewer tokens `passed` than it has channels."""
 
     block: MLPBlock
-    weights: Sequence[Tensor]
-    squares: Sequence[Tensor]
-    scale: float
+    number: int
+    passed: int
+    mixture: Mixture
+    statistics: Statistics
 
-    @classmethod
-    def of(
-        cls, block: MLPBlock, mixture: Mixture, number: int, others: OtherInputs, statistics: Statistics
-    ) -> _Gradients | None:
-        metric = output_gradient(block.writer)
-        if metric not in statistics.moments:
+    def completed(self) -> Statistics:
+        """Return the statistics with its moments completed."""
+        others = self._others()
+        if others is None:
+            return self.statistics
+        block, moments = self.block, {**self.statistics.moments, **self._gradients(others)}
+        if (written := input_moment(block.writer)) in moments:
+            lacking = _square(self.mixture.hidden(self.number, others.inputs).double() * others.factor)
+            moments[written] = others.scale * (moments[written] + lacking)
+        if block.weighed and (inputs := input_moment(block.readers[0])) in moments:
+            moments[inputs] = others.scale * (moments[inputs] + _square(others.inputs.double() * others.factor))
+        return replace(self.statistics, moments=moments, others={**self.statistics.others, block.name: others})
+
+    def _others(self) -> OtherInputs | None:
+        """Return the tokens of others that stand for those that it lacks."""
+        block, moments = self.block, self.statistics.moments
+        sample = _sample(block, [*moments])
+        assert sample is not None
+        inputs_TD = moments[sample][0]
+        places_m = evenly_spread(0, len(inputs_TD), len(inputs_TD), OTHERS * block.width)
+        inputs_mD = inputs_TD[places_m.to(inputs_TD.device)]
+        others = self.mixture.route(inputs_mD).others(self.number, block.width, self.passed)
+        if others is None:
             return None
-        expert = mixture.experts[number]
+        inputs_mD, factor = self.mixture.as_own(inputs_mD, others)
+        if (written := input_moment(block.writer)) in moments:
+            own = float(moments[written].diagonal(dim1=-2, dim2=-1).sum())
+            factor *= others.matched(own, self.mixture.hidden(self.number, inputs_mD) * factor, self.passed)
+        return OtherInputs(inputs_mD, factor, others.scale)
+
+    def _gradients(self, others: OtherInputs) -> dict[Moment, Tensor]:
+        """Return the completed moments of gradients at the readers' outputs, and of the part that readers pull to their
+        input.
+
+        E[g²] of channel j is taken as wᵀ G w, w the writer's column, times the mean square of the channel's derivative.
+        """
+        moments, metric = self.statistics.moments, output_gradient(self.block.writer)
+        if metric not in moments:
+            return {}
+        squares, changed = self._squares(others, moments[metric][0].double()), {}
+        expert = self.mixture.experts[self.number]
+        readers = [*zip(self.block.readers, (weight.double() for weight in expert.readers), squares, strict=True)]
+        for reader, _, squares_N in readers:
+            if (moment := output_gradient(reader)) in moments:
+                changed[moment] = others.scale * (moments[moment] + squares_N)
+        for some in (readers, *([each] for each in readers)):
+            if (moment := pull([reader for reader, _, _ in some])) in moments:
+                pulled = sum((weight_ND.T * squares_N @ weight_ND for _, weight_ND, squares_N in some), moments[moment])
+                changed[moment] = others.scale * pulled
+        return changed
+
+    def _squares(self, others: OtherInputs, metric_DD: Tensor) -> list[Tensor]:
+        """Return the sums of squares (N,), per calibration token, that others add to the gradient at each reader's
+        outputs, before the sums are scaled."""
+        expert = self.mixture.experts[self.number]
         written_DN = expert.writer.double()
-        felt_N = ((statistics.moments[metric][0].double() @ written_DN) * written_DN).sum(dim=0)
+        felt_N = ((metric_DD @ written_DN) * written_DN).sum(dim=0)
         with torch.inference_mode(False), torch.enable_grad():
             inputs_mD = others.inputs.clone().to(torch.promote_types(others.inputs.dtype, torch.float32))
             with torch.no_grad():
                 read = read_by(expert, inputs_mD)
             read = [each_mN.clone().requires_grad_() for each_mN in read]
-            slopes = torch.autograd.grad(mixture.channels(*read).sum(), read)
-        factor = others.factor**2 / statistics.tokens
-        squares = [slope_mN.double().square().sum(dim=0) * felt_N * factor for slope_mN in slopes]
-        return cls(block, [weight.double() for weight in expert.readers], squares, others.scale)
-
-    def added(self, moments: Mapping[Moment, Tensor]) -> dict[Moment, Tensor]:
-        """Return the changed moments: at the readers' outputs, and of the part that readers pull to their input."""
-        readers = [*zip(self.block.readers, self.weights, self.squares, strict=True)]
-        changed = {
-            moment: self.scale * (moments[moment] + squares_N)
-            for reader, _, squares_N in readers
-            if (moment := output_gradient(reader)) in moments
-        }
-        for some in (readers, *([each] for each in readers)):
-            if (moment := pull([reader for reader, _, _ in some])) in moments:
-                pulled = sum((weight_ND.T * squares_N @ weight_ND for _, weight_ND, squares_N in some), moments[moment])
-                changed[moment] = self.scale * pulled
-        return changed
+            slopes = torch.autograd.grad(self.mixture.channels(*read).sum(), read)
+        factor = others.factor**2 / self.statistics.tokens
+        return [slope_mN.double().square().sum(dim=0) * felt_N * factor for slope_mN in slopes]
 
 
 def _own(block: MLPBlock) -> tuple[Moment, ...]:

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from pipeline.kernels.deferred import Deferred, Offload, in_memory
 from pipeline.kernels.mixture_refit import MixtureResidual, refit_mixture_
-from pipeline.methods.experts.mixture import ExpertWeights, Mixture
+from pipeline.methods.experts.mixture import ExpertWeights, Mixture, MixtureSample
 
 
-def mean_outputs(mixture: Mixture, inputs_TD: Tensor) -> Tensor:
+def mean_outputs(sample: MixtureSample) -> Tensor:
     """Return the mean output of each expert over all tokens (E, D), float64."""
-    means = [mixture.outputs(number, inputs_TD).double().mean(dim=0) for number in range(len(mixture.experts))]
-    return torch.stack(means)
+    numbers = range(len(sample.mixture.experts))
+    return torch.stack([sample.mixture.outputs(number, sample.inputs).double().mean(dim=0) for number in numbers])
 
 
 def cluster(outputs_ED: Tensor, count: int, groups: int = 1) -> list[list[int]]:
@@ -81,15 +81,12 @@ def merge(
     return replace(routed, experts=Deferred(experts))
 
 
-def refit(mixture: Mixture, merged: Mixture, inputs_TD: Tensor, offload: Offload = in_memory) -> Mixture:
-    """Fit the writers of merged experts to the output of `mixture`; they are stored by `offload`."""
-    routing, experts = merged.route(inputs_TD), merged.experts
-    downs = refit_mixture_(
-        MixtureResidual(mixture.output(inputs_TD) - merged.written_biases(routing)),
-        lambda number: merged.served(number, inputs_TD, routing),
-        Deferred([partial(_writer, experts, number) for number in range(len(experts))]),
-        offload=offload,
-    )
+def refit(sample: MixtureSample, merged: Mixture, offload: Offload = in_memory) -> Mixture:
+    """Fit the writers of merged experts to the output of the dense mixture; they are stored by `offload`."""
+    refitted, experts = merged.on(sample.inputs), merged.experts
+    residual = MixtureResidual(sample.output() - refitted.written_biases())
+    writers = Deferred([partial(_writer, experts, number) for number in range(len(experts))])
+    downs = refit_mixture_(residual, refitted.served, writers, offload=offload)
     fitted = [partial(_with_writer, experts, downs, number) for number in range(len(experts))]
     return replace(merged, experts=Deferred(fitted))
 

@@ -6,29 +6,37 @@ Legend: E experts of a layer, D hidden, N channels of an expert.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from manifests.records import FormSpec
-from pipeline.families.blocks import MLPBlock
+from pipeline.families.blocks import MLPBlock, roles_of
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
-from pipeline.kernels.deferred import DeferredTensors
+from pipeline.kernels.deferred import DeferredTensors, in_memory
 from pipeline.kernels.mixture_refit import SWEEPS
 from pipeline.methods.base import E, Group, Method, Visits
-from pipeline.methods.experts.mixture import Mixture
-from pipeline.methods.experts.scores import TOKENS_BY_EXPERT, expert_counts, kept_experts
-from pipeline.methods.experts.shapes import EXPERTS, WIDTH
-from pipeline.methods.experts.solutions import inputs_of, metric_of, mixture_from, rule_of, sample_of, solve
-from pipeline.methods.method import Moment, Ranks, Solution, Statistics, Weights
+from pipeline.methods.experts.mixture import (
+    ROUTER,
+    ROUTER_BIAS,
+    MixtureSample,
+    SolvedExpert,
+    change_loss,
+    mixture_of,
+    narrowed,
+    solve_shape,
+)
+from pipeline.methods.experts.scores import TOKENS_BY_EXPERT, few_tokens, kept_experts
+from pipeline.methods.method import Moment, Ranks, Solution
+from pipeline.methods.moments import factored_mean, output_gradient
 from pipeline.methods.text_sources import BY_SOURCE
 from pipeline.methods.work import Work, is_narrow, mlp_fit, spectra
 
-ROUTER, ROUTER_BIAS = "router", "router_bias"
+EXPERTS, WIDTH = "experts", "width"  # the ranks of a shape
 LEAST_SAMPLE = 65_536  # tokens, if the text has that many
 SAMPLE_TOKENS = 4  # per channel of an expert, if routing is even
 
@@ -55,12 +63,16 @@ class Experts(Group[E]):
 
     @property
     def counts(self) -> list[int]:
-        """Return the allowed numbers of experts, ascending."""
-        rule = self.rule
-        groups, top_groups = rule["groups"], rule["top_groups"]
-        most = expert_counts(len(self.routed), rule["top_k"], groups)
-        least = groups * max(1, 2 if rule["group_score"] == "top2" and groups > 1 else 1)
-        return [count for count in most if count >= least and count // groups * top_groups >= rule["top_k"]]
+        """Return the allowed numbers of experts, ascending; the last is the dense number.
+
+        Each is a multiple of the number of the router's groups. The groups that it chooses have at least `top_k`
+        experts together. A group whose score is the sum of two experts' has at least two.
+        """
+        rule, whole = self.rule, len(self.routed)
+        groups, top_k = rule["groups"], rule["top_k"]
+        least = groups * max(-(-top_k // groups), 2 if rule["group_score"] == "top2" and groups > 1 else 1)
+        counts = sorted({*range(least, whole, groups), whole})
+        return [count for count in counts if count // groups * rule["top_groups"] >= top_k]
 
     @property
     @abstractmethod
@@ -68,37 +80,87 @@ class Experts(Group[E]):
         """Return True if the writers of the kept experts are fitted to the output of all experts."""
 
     @abstractmethod
-    def expert_scores(self, mixture: Mixture) -> Tensor:
+    def expert_scores(self) -> Tensor:
         """Return a score of each expert (E,); the experts with the highest scores are kept."""
 
     def solve(self, ranks: Ranks) -> Solution:
-        """Keep the experts with the highest scores, in their order, renumbered from 0.
+        """Keep the experts with the highest scores, in their order.
 
         The report has the sampled tokens of each dense expert and, under the key `scored_by`, its score.
         """
-        experts, mixture = self.routed, self.mixture
-        width = ranks.get(WIDTH, experts[0].width)
-        if ranks[EXPERTS] == len(experts) and width == experts[0].width:
+        whole = self.routed[0].width
+        width = ranks.get(WIDTH, whole)
+        if ranks[EXPERTS] == len(self.routed) and width == whole:
             return self.unchanged()
-        scores_E = self.expert_scores(mixture)
-        kept = kept_experts(scores_E, ranks[EXPERTS], mixture.rule.groups).tolist()
-        solution = solve(experts, mixture, self.statistics, sampled(self.geometry), kept, width, self.refits)
-        figures = tokens_of_experts(mixture, self.inputs, self.statistics) | {self.scored_by: scores_E.tolist()}
-        return renumbered(replace(solution, report=solution.report | figures), self.geometry, kept, self.weights)
+        scores_E = self.expert_scores()
+        kept = kept_experts(scores_E, ranks[EXPERTS], self.rule["groups"]).tolist()
+        figures = self.tokens_of_experts() | {self.scored_by: scores_E.tolist()}
+        return self.keep(self.sample, kept, width, self.refits, figures)
+
+    def keep(
+        self, sample: MixtureSample, kept: Sequence[int], width: int, refit: bool, figures: dict[str, Any]
+    ) -> Solution:
+        """Keep some experts at one width, renumbered from 0, with their rows of the router.
+
+        The report names the kept experts, those without sampled tokens and those with few, and has the predicted `loss`
+        after a refit, if the gradient's moment is among the statistics, and `figures`.
+        """
+        experts, metric = self.routed, None
+        if (gradient := output_gradient(experts[0].writer)) in self.statistics.moments:
+            metric = factored_mean(self.statistics, gradient)
+        solved, change_TD = solve_shape(sample, metric, kept, width, refit, self.statistics.offload)
+        tensors: dict[str, Callable[[], Tensor]] = {}
+        forms: dict[str, FormSpec] = {}
+        for block, number, each in zip(experts, kept, solved, strict=False):
+            tensors |= _tensors(block, each)
+            if width < experts[number].width:
+                forms |= dict.fromkeys(block.roles, FormSpec(form="pruned", rank=width))
+        router = sample.mixture.subset(kept)
+        bias_key = next((key for key in self.weights if key.startswith(f"{ROUTER_BIAS}.")), ROUTER_BIAS)
+        rows = {f"{ROUTER}.weight": router.router, bias_key: router.bias, f"{ROUTER}.bias": router.logit_bias}
+        tensors |= {key: in_memory(tensor) for key, tensor in rows.items() if tensor is not None}
+        if len(kept) < len(experts):
+            forms[ROUTER] = FormSpec(form="experts", rank=len(kept))
+        tokens = {experts[number]: each.tokens for number, each in zip(kept, solved, strict=True)}
+        few = {block.name: count for block, count in tokens.items() if few_tokens(count, block.width)}
+        unseen = [block.name for block, count in tokens.items() if not count]
+        report: dict[str, Any] = {"experts": list(kept), "width": width, "unseen": unseen, "few_tokens": few}
+        if metric is not None and change_TD is not None:
+            report["loss"] = change_loss(change_TD, metric)
+        inputs = self.inputs_of(narrowed(sample, kept, solved))
+        return Solution(DeferredTensors(tensors), forms, report | figures, inputs)
 
     def unchanged(self) -> Solution:
         """Return the weights, and the moments by which they may be rounded."""
-        return Solution(self.weights, {}, {"dense": True}, inputs_of(self.routed, self.mixture, self.inputs))
+        return Solution(self.weights, {}, {"dense": True}, self.inputs_of(self.sample))
 
-    @property
-    def mixture(self) -> Mixture:
-        """Return the mixture, whose experts are read on access."""
-        return mixture_of(self.geometry, self.weights)
+    def inputs_of(self, sample: MixtureSample) -> dict[str, Callable[[], Tensor]]:
+        """Map the matrices whose inputs are an expert's own to functions that compute their moments on the sample.
 
-    @property
-    def inputs(self) -> Tensor:
-        """Return the sampled inputs of the mixture (T, D)."""
-        return self.statistics.moments[self.moments[0]][0]
+        They are the writers, and the readers of experts whose inputs the router's weights multiply. `sample`: of the
+        first experts of the layer, with new weights.
+        """
+        inputs: dict[str, Callable[[], Tensor]] = {}
+        for number, block in enumerate(self.routed[: len(sample.mixture.experts)]):
+            inputs[block.writer.role] = partial(sample.channel_moment, number)
+            if block.weighed:
+                inputs |= dict.fromkeys(roles_of(block.readers), partial(sample.reader_moment, number))
+        return inputs
+
+    def tokens_of_experts(self) -> dict[str, Any]:
+        """Return figures of a report: the sampled tokens of each expert, of several sources also by source."""
+        by_source: dict[str, list[int]] = {}
+        for number in range(len(self.routed)):
+            passed_T = (self.sample.routing.experts == number).any(dim=1)
+            for source, tokens in self.statistics.sources.count(passed_T).items():
+                by_source.setdefault(source, []).append(tokens)
+        figures: dict[str, Any] = {TOKENS_BY_EXPERT: self.sample.tokens.tolist()}
+        return figures | ({BY_SOURCE: by_source} if by_source else {})
+
+    @cached_property
+    def sample(self) -> MixtureSample:
+        """Return the mixture, whose experts are read on access, on the sampled inputs."""
+        return mixture_of(self.geometry, self.weights).on(self.statistics.moments[self.moments[0]][0])
 
     def visits(self, tokens: int) -> Visits:
         """Return how often each expert is read: for its score, to narrow and store it, twice to compare it with the
@@ -115,7 +177,7 @@ class Experts(Group[E]):
 class ExpertsMethod(Method[E]):
     """Base class of methods that prune or merge the routed experts of a layer, with their router."""
 
-    by_loss: ClassVar[bool] = False
+    by_loss: ClassVar[bool] = False  # groups need the gradient's moment at the mixture's output
 
     @property
     @abstractmethod
@@ -148,12 +210,8 @@ class ExpertsMethod(Method[E]):
             return None
         own = tuple(role for role in (ROUTER, ROUTER_BIAS) if role in layer.roles)
         roles = tuple(role for block in layer.experts for role in block.roles)
-        return self.kind(self.entry, layer, EXPERTS, (*roles, *own), self._moments(layer))
-
-    def _moments(self, layer: LayerGeometry) -> tuple[Moment, ...]:
-        """Return the sample of the mixture's inputs and, with `by_loss`, the gradient's moment at its output."""
-        sample = sample_of(layer.experts, sampled(layer))
-        return (sample, metric_of(layer.experts)) if self.by_loss else (sample,)
+        gradient = (output_gradient(layer.experts[0].writer),) if self.by_loss else ()
+        return self.kind(self.entry, layer, EXPERTS, (*roles, *own), (sample_of(layer), *gradient))
 
     def least_reason(self, geometry: Geometry) -> str:
         """Explain the smallest number of experts, for the layer whose router chooses the most."""
@@ -166,48 +224,29 @@ class ExpertsMethod(Method[E]):
         return f"a router that chooses {rule['top_k']} experts{parts} leaves {group.counts[0]} of {count} or more"
 
 
-def tokens_of_experts(mixture: Mixture, inputs_TD: Tensor, statistics: Statistics) -> dict[str, Any]:
-    """Return figures of a report: the sampled tokens of each dense expert, of several sources also by source."""
-    routing, by_source = mixture.route(inputs_TD), dict[str, list[int]]()
-    for number in range(len(mixture.experts)):
-        passed_T = (routing.experts == number).any(dim=1)
-        for source, tokens in statistics.sources.count(passed_T).items():
-            by_source.setdefault(source, []).append(tokens)
-    figures: dict[str, Any] = {TOKENS_BY_EXPERT: routing.tokens(len(mixture.experts)).tolist()}
-    return figures | ({BY_SOURCE: by_source} if by_source else {})
-
-
-def sampled(layer: LayerGeometry) -> int:
-    """Return the number of tokens to sample."""
+def sample_of(layer: LayerGeometry) -> Moment:
+    """Return the sample of the inputs of a layer's mixture, (1, T, D)."""
     experts, rule = layer.experts, dict(layer.routing)
-    return max(LEAST_SAMPLE, SAMPLE_TOKENS * experts[0].width * len(experts) // int(rule["top_k"]))
+    tokens = max(LEAST_SAMPLE, SAMPLE_TOKENS * experts[0].width * len(experts) // int(rule["top_k"]))
+    return Moment(experts[0].passing, kind="sample", tokens=tokens)
 
 
-def mixture_of(layer: LayerGeometry, weights: Mapping[str, Tensor]) -> Mixture:
-    """Return the mixture of a layer."""
-    return mixture_from(layer.experts, weights, rule_of(dict(layer.routing)))
+def _tensors(block: MLPBlock, solved: SolvedExpert) -> dict[str, Callable[[], Tensor]]:
+    """Map the keys of an expert's tensors to functions that compute its new ones."""
+    tensors: dict[str, Callable[[], Tensor]] = {}
+    for place, matrix in enumerate(block.matrices):
+        tensors[matrix.weight_key] = partial(_weight, solved, place)
+        if matrix.bias:
+            tensors[matrix.bias_key] = partial(_bias, solved, place)
+    return tensors
 
 
-def renumbered(solution: Solution, layer: LayerGeometry, kept: Sequence[int], weights: Weights) -> Solution:
-    """Renumber the kept experts from 0, and name the router's tensors as the layer does."""
-    experts = layer.experts
-    names: dict[str, str] = {}
-    for place, number in enumerate(kept):
-        names |= dict(zip(experts[number].roles, experts[place].roles, strict=True))
+def _weight(solved: SolvedExpert, place: int) -> Tensor:
+    weights = solved.weights
+    return (*weights.readers, weights.writer)[place]
 
-    def renamed(key: str) -> str:
-        role = next((role for role in names if key == role or key.startswith(f"{role}.")), None)
-        return key if role is None else names[role] + key.removeprefix(role)
 
-    bias = next((key for key in weights if key.startswith(f"{ROUTER_BIAS}.")), "")
-    tensors = DeferredTensors(
-        {
-            bias if key == ROUTER_BIAS else renamed(key): partial(solution.tensors.__getitem__, key)
-            for key in solution.tensors
-        }
-    )
-    forms = {renamed(role): form for role, form in solution.forms.items()}
-    inputs = {renamed(role): moment for role, moment in solution.inputs.items()}
-    if len(kept) < len(experts):
-        forms[ROUTER] = FormSpec(form="experts", rank=len(kept))
-    return replace(solution, tensors=tensors, forms=forms, inputs=inputs, outputs={})
+def _bias(solved: SolvedExpert, place: int) -> Tensor:
+    biases = solved.weights.biases
+    assert biases is not None
+    return biases[place]

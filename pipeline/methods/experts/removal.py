@@ -16,21 +16,21 @@ from torch import Tensor
 
 from pipeline.kernels.interpolation import interpolate
 from pipeline.kernels.mixture_refit import SWEEPS, MixtureResidual
-from pipeline.kernels.routing import Removals, Routing, add_change_, removal_sums, removals
+from pipeline.kernels.routing import Removals, add_change_, removal_sums, removals
 from pipeline.kernels.sensitivity import Factored
-from pipeline.methods.experts.mixture import BATCH, Mixture, change_loss
+from pipeline.methods.experts.mixture import BATCH, Mixture, MixtureSample, change_loss
 from pipeline.methods.experts.scores import kept_experts
 from pipeline.ranks.curves import spread
 
 REFITTED = 4  # numbers of experts at which the refit is measured
 
 
-def removal_losses(mixture: Mixture, inputs_TD: Tensor, metric: Factored) -> Tensor:
+def removal_losses(sample: MixtureSample, metric: Factored) -> Tensor:
     """Return the predicted loss of each expert's removal (E,), nats per token. Its tokens are rerouted without it.
 
     An expert with few tokens loses the mean over them and over tokens of others, which lose its output.
     """
-    root_DD = metric.factor * metric.scale**0.5
+    mixture, inputs_TD, root_DD = sample.mixture, sample.inputs, metric.factor * metric.scale**0.5
     sums_E = torch.zeros(len(mixture.experts), dtype=torch.float64, device=inputs_TD.device)
     for span_TD in inputs_TD.split(removal_span(len(inputs_TD), mixture.rule.top_k)):
         parts = [_Change.of(mixture, part_BD, len(root_DD)) for part_BD in span_TD.split(BATCH)]
@@ -39,17 +39,16 @@ def removal_losses(mixture: Mixture, inputs_TD: Tensor, metric: Factored) -> Ten
                 part.add_(mixture, number, root_DD)
         for part in parts:
             sums_E += removal_sums(part.without.experts, part.outputs, len(mixture.experts))
-    _complete_(sums_E, mixture, inputs_TD, metric)
+    _complete_(sums_E, sample, metric)
     return sums_E / len(inputs_TD)
 
 
-def _complete_(sums_E: Tensor, mixture: Mixture, inputs_TD: Tensor, metric: Factored) -> None:
+def _complete_(sums_E: Tensor, sample: MixtureSample, metric: Factored) -> None:
     """Add ½ Σ fᵀ G f of the outputs, without biases, on tokens that stand for those that experts lack."""
-    routing, width = mixture.route(inputs_TD), mixture.width
-    for number in (routing.tokens(len(sums_E)) < width).nonzero()[:, 0].tolist():
-        part = mixture.served(number, inputs_TD, routing)
+    for number in (sample.tokens < sample.mixture.width).nonzero()[:, 0].tolist():
+        part = sample.served(number)
         if part.others is not None:
-            outputs_mD = part.others.double() @ mixture.experts[number].writer.double().T
+            outputs_mD = part.others.double() @ sample.mixture.experts[number].writer.double().T
             lost = change_loss(outputs_mD, metric) * len(outputs_mD)
             sums_E[number] = part.scale * (sums_E[number] + lost)
 
@@ -91,12 +90,7 @@ class _Change(NamedTuple):
 
 
 def remaining_shares(
-    mixture: Mixture,
-    inputs_TD: Tensor,
-    metric: Factored,
-    removal_E: Tensor,
-    counts: Sequence[int],
-    output_TD: Tensor,
+    sample: MixtureSample, metric: Factored, removal_E: Tensor, counts: Sequence[int], output_TD: Tensor
 ) -> Tensor:
     """Return the share (C,) of the summed removal losses that remains after the refit, at each number of experts.
 
@@ -107,12 +101,12 @@ def remaining_shares(
     measured = refitted_counts(counts, len(removal_E))
     if not measured:
         return torch.ones(len(counts), dtype=torch.float64)
-    kept = [kept_experts(removal_E, count, mixture.rule.groups) for count in measured]
-    refits = [_Refit.of(mixture, each.tolist(), inputs_TD, output_TD) for each in kept]
+    kept = [kept_experts(removal_E, count, sample.mixture.rule.groups) for count in measured]
+    refits = [_Refit.of(sample, each.tolist(), output_TD) for each in kept]
     for visit in range(1 + SWEEPS):
         for number in range(len(removal_E)):
             for refit in refits:
-                refit.visit(number, inputs_TD, first=visit == 0)
+                refit.visit(number, first=visit == 0)
     shares = []
     for kept_k, refit in zip(kept, refits, strict=True):
         removed = float(removal_E.sum() - removal_E[kept_k].sum())
@@ -124,24 +118,22 @@ def remaining_shares(
 class _Refit(NamedTuple):
     """Some of the experts at their full width, of which only the residual is kept. `places`: number -> place."""
 
-    remaining: Mixture
-    routing: Routing
+    remaining: MixtureSample
     places: Mapping[int, int]
     residual: MixtureResidual
 
     @classmethod
-    def of(cls, mixture: Mixture, kept: Sequence[int], inputs_TD: Tensor, output_TD: Tensor) -> _Refit:
-        remaining, places = mixture.subset(kept), {number: place for place, number in enumerate(kept)}
-        routing = remaining.route(inputs_TD)
-        return cls(remaining, routing, places, MixtureResidual(output_TD - remaining.written_biases(routing)))
+    def of(cls, sample: MixtureSample, kept: Sequence[int], output_TD: Tensor) -> _Refit:
+        remaining, places = sample.subset(kept), {number: place for place, number in enumerate(kept)}
+        return cls(remaining, places, MixtureResidual(output_TD - remaining.written_biases()))
 
-    def visit(self, number: int, inputs_TD: Tensor, *, first: bool) -> None:
+    def visit(self, number: int, *, first: bool) -> None:
         """Subtract a kept expert's output at the `first` visit, refit its writer at later ones."""
         if (place := self.places.get(number)) is None:
             return
-        part = self.remaining.served(place, inputs_TD, self.routing)
+        part = self.remaining.served(place)
         if first:
-            self.residual.subtract_(part, self.remaining.experts[place].writer.double())
+            self.residual.subtract_(part, self.remaining.mixture.experts[place].writer.double())
         else:
             self.residual.refit_(part)
 

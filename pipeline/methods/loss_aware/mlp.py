@@ -18,7 +18,7 @@ from manifests.records import Curve
 from pipeline.families.blocks import MLPBlock, roles_of
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.interpolation import interpolate
-from pipeline.methods.loss_aware.mlp_sample import probed_ranks, probed_widths, routing_sample, sample_of
+from pipeline.methods.loss_aware.mlp_sample import routing_sample, sample_of
 from pipeline.methods.loss_aware.mlp_sizes import WIDTH, Sizes, encode_widths
 from pipeline.methods.loss_aware.mlp_solver import CACHE_BYTES, Solver
 from pipeline.methods.loss_aware.pairs import carry, complete
@@ -71,7 +71,7 @@ class MLP(Sizes):
         """Count the numbers stored at the smallest width and ranks."""
         width = min(self.widths)
         stacks = (self.reader_stack(width), self.writer_stack(width))
-        return sum(stack.least(self.multiple) for stack in stacks) + self.bias_numbers(width)
+        return sum(stack.least(self.multiple) for stack in stacks) + self.bias_numbers_at(width)
 
     # -- the curve ---------------------------------------------------------------------------------------------------
 
@@ -107,12 +107,12 @@ class MLP(Sizes):
         """Return the dense MLP, which loses nothing."""
         width = self.mlp.width
         stacks = (self.reader_stack(width), self.writer_stack(width))
-        numbers = sum(stack.numbers(stack.full) for stack in stacks) + self.bias_numbers(width)
+        numbers = sum(stack.numbers(stack.full) for stack in stacks) + self.bias_numbers_at(width)
         return Point({WIDTH: width, **{stack.name: stack.full for stack in stacks}}, numbers, 0.0)
 
     def _points(self, elimination: EliminatedChannels, by_width: Mapping[int, Piece]) -> Iterator[Point]:
         for width, loss in zip(self.widths, elimination["losses"], strict=True):
-            pruned = Point({WIDTH: width}, self.bias_numbers(width), loss)
+            pruned = Point({WIDTH: width}, self.bias_numbers_at(width), loss)
             losses = self._reader_losses(elimination, by_width, width)
             readers = self.reader_stack(width).points(losses, self.multiple)
             writer = self.writer_stack(width).points(_column(by_width[width]["writer"]), self.multiple)
@@ -123,7 +123,7 @@ class MLP(Sizes):
 
         Bends are interpolated between the probed widths.
         """
-        linear, ranks = _column(by_width[width]["readers"]), probed_ranks(self.mlp, width)
+        linear, ranks = _column(by_width[width]["readers"]), self.probed_ranks(width)
         probed = elimination["probed"]
         if not probed or not ranks or width > probed[-1]:
             return linear
@@ -139,7 +139,7 @@ class MLP(Sizes):
     def _by_work(self) -> list[int]:
         """Return the widths in descending order of work: those to probe first, and within each part the largest
         first."""
-        probed = probed_widths(self)
+        probed = self.probed_widths()
         return sorted(self.widths, key=lambda width: (width not in probed, -width))
 
     # -- solutions ---------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ class MLP(Sizes):
 
 def _eliminated(solver: Solver) -> EliminatedChannels:
     losses = [float(solver.width_losses[width]) for width in solver.sizes.widths]
-    probed = probed_widths(solver.sizes, len(solver.sample.inputs))
+    probed = solver.sizes.probed_widths(len(solver.sample.inputs))
     return EliminatedChannels(order=solver.priority.tolist(), losses=losses, probed=probed)
 
 

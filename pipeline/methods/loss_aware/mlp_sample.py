@@ -1,4 +1,4 @@
-"""The sampled tokens of an MLP, or of an expert, and the widths and ranks at which they are probed.
+"""The sampled tokens of an MLP, or of an expert.
 
 Legend: D hidden, T tokens.
 """
@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from pipeline.families.blocks import MLPBlock
-from pipeline.methods.loss_aware.mlp_sizes import Sizes
 from pipeline.methods.method import Moment, Statistics
-from pipeline.methods.work import FIT_TOKENS, LEAST_PROBE, LEAST_SAMPLE, PROBE_TOKENS, PROBED, PROBES, SAMPLE_TOKENS
-from pipeline.ranks.curves import spread
+from pipeline.methods.work import LEAST_PROBE, LEAST_SAMPLE, PROBE_TOKENS, SAMPLE_TOKENS
 
 BATCH = 4096  # tokens that pass the MLP at a time
 
@@ -84,19 +82,3 @@ def sampled(width: int) -> int:
 def probe_tokens(width: int) -> int:
     """Return the number of tokens that are run through the activation with `width` channels."""
     return max(LEAST_PROBE, PROBE_TOKENS * width)
-
-
-def probed_widths(sizes: Sizes, tokens: int | None = None) -> list[int]:
-    """Return the widths at which a sample is run through the activation. `tokens`: its size; None: the whole sample.
-
-    A few suffice, because the activation's effect changes little from width to width.
-    """
-    tokens = sample_of(sizes.mlp).tokens if tokens is None else tokens
-    return spread([width for width in sizes.widths if tokens >= FIT_TOKENS * width], PROBED)
-
-
-def probed_ranks(block: MLPBlock, width: int) -> dict[int, int]:
-    """Map the readers' ranks that are probed at a width to their positions in `PROBES`."""
-    full = min(len(block.readers) * width, block.writer.outputs)
-    ranks = {max(1, int(full * share)): place for place, share in enumerate(PROBES)}
-    return {rank: place for rank, place in ranks.items() if rank < full}

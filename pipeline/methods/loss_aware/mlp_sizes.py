@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from pipeline.families.blocks import roles_of
+from pipeline.methods.loss_aware.mlp_sample import sample_of
 from pipeline.methods.loss_aware.stacks import NO_WIDTHS, Stack, Stacked
+from pipeline.methods.work import FIT_TOKENS, PROBED, PROBES
+from pipeline.ranks.curves import spread
 
 WIDTH = "width"  # rank variable; the others are named after the block's two groups
 _DIGITS = string.digits + string.ascii_lowercase  # in the order of their codes, which `decode_kept` compares
@@ -38,11 +41,25 @@ class Sizes(Stacked):
             self.mlp.writer_group, (self.mlp.writer.role,), self.geometry.hidden, width, self._form(width)
         )
 
+    def probed_widths(self, tokens: int | None = None) -> list[int]:
+        """Return the widths at which a sample is run through the activation. `tokens`: its size; None: the whole one.
+
+        A few suffice, because the activation's effect changes little from width to width.
+        """
+        tokens = sample_of(self.mlp).tokens if tokens is None else tokens
+        return spread([width for width in self.widths if tokens >= FIT_TOKENS * width], PROBED)
+
+    def probed_ranks(self, width: int) -> dict[int, int]:
+        """Map the readers' ranks that are probed at a width to their positions in `PROBES`."""
+        full = self.reader_stack(width).full
+        ranks = {max(1, int(full * share)): place for place, share in enumerate(PROBES)}
+        return {rank: place for rank, place in ranks.items() if rank < full}
+
     def _form(self, width: int) -> Mapping[str, int]:
         return NO_WIDTHS if width >= self.mlp.width else {"width": width}
 
-    def bias_numbers(self, width: int) -> int:
-        """Count the numbers of all biases."""
+    def bias_numbers_at(self, width: int) -> int:
+        """Count the numbers of all biases at a width."""
         return width * sum(reader.bias for reader in self.mlp.readers) + self.mlp.writer.biases
 
 

@@ -34,7 +34,7 @@ from pipeline.kernels.sensitivity import (
     weighted_directions,
     weighted_losses,
 )
-from pipeline.methods.loss_aware.mlp_sample import BATCH, Sample, probe_tokens, probed_ranks, read_sample, sampled
+from pipeline.methods.loss_aware.mlp_sample import BATCH, Sample, probe_tokens, read_sample, sampled
 from pipeline.methods.loss_aware.mlp_sizes import Sizes, decode_kept
 from pipeline.methods.method import Ranks, Solution
 from pipeline.methods.moments import factored_mean, input_moment, output_gradient
@@ -231,7 +231,7 @@ class Solver:
         then varies by about 1 %, equally for all ranks. `pruned`: the predicted loss of the width itself.
         """
         width, factors = kept_k.numel(), [1.0] * len(PROBES)
-        ranks = probed_ranks(self.block, width)
+        ranks = self.sizes.probed_ranks(width)
         if not ranks:
             return factors
         directions, batches = self.reader_directions(kept_k), [*self._probe(width).batches()]

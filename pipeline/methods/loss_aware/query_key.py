@@ -28,13 +28,7 @@ class QueryKey(Stacked):
     @property
     def whole(self) -> Stack:
         """Return the stack [q; k]."""
-        rows = sum(matrix.outputs for matrix in self.geometry.attention.query_key)
-        return self.stack(NAME, self.roles, rows, self.geometry.hidden)
-
-    @property
-    def bias_numbers(self) -> int:
-        """Count the numbers of both biases."""
-        return sum(matrix.biases for matrix in self.geometry.attention.query_key)
+        return self.stack(NAME, self.roles, sum(matrix.outputs for matrix in self.matrices), self.geometry.hidden)
 
     def curve(self) -> Curve:
         """Return a point for each rank of the stack."""
@@ -63,7 +57,7 @@ class QueryKey(Stacked):
     def correct(self, ranks: Ranks, before: Weights) -> Solution:
         """Fit the stack to the compressed model's inputs, and cut it to its rank."""
         readers, _ = self.entry.correct_ridges
-        moved = carry(self.statistics, self.corrections[0], self.weights, self.geometry.attention.query_key, readers)
+        moved = carry(self.statistics, self.corrections[0], self.weights, self.matrices, readers)
         if ranks[NAME] >= self.whole.full:
             return Solution(moved.weights, {})
         if self.by_loss:
@@ -73,15 +67,13 @@ class QueryKey(Stacked):
         return self._stored(moved.weights, input_directions(moved.moment, metric_DD), ranks[NAME])
 
     def _stored(self, weights: Weights, directions: Directions, rank: int) -> Solution:
-        matrices = self.geometry.attention.query_key
-        parts = {matrix.role: weights[matrix.weight_key] for matrix in matrices}
+        parts = {matrix.role: weights[matrix.weight_key] for matrix in self.matrices}
         stacked_mD = torch.cat([part.double() for part in parts.values()])
         tensors, forms = self.whole.store(parts, directions.encode[:rank], stacked_mD @ directions.decode[:, :rank])
-        return Solution(tensors | biases_of(weights, matrices), forms)
+        return Solution(tensors | biases_of(weights, self.matrices), forms)
 
     def _gram(self, weights: Weights) -> Tensor:
-        matrices = self.geometry.attention.query_key
-        stacked_mD = torch.cat([weights[matrix.weight_key].double() for matrix in matrices])
+        stacked_mD = torch.cat([weights[matrix.weight_key].double() for matrix in self.matrices])
         return stacked_mD.T @ stacked_mD
 
     def solve_work(self, tokens: int, hinted: bool = False) -> Work:

@@ -6,8 +6,8 @@ docs/methods.md#mixtures, docs/methods.md#latent-attention.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -21,16 +21,15 @@ from pipeline.families.source_config import shared_padding, shares_width
 from pipeline.kernels.mixture_refit import SWEEPS
 from pipeline.kernels.sensitivity import Factored
 from pipeline.methods.base import Group, Visits
-from pipeline.methods.experts.method import Experts, ExpertsMethod
-from pipeline.methods.experts.mixture import Mixture, width_losses
+from pipeline.methods.experts.method import EXPERTS, WIDTH, Experts, ExpertsMethod
+from pipeline.methods.experts.mixture import width_losses
 from pipeline.methods.experts.removal import refitted_counts, remaining_shares, removal_losses, removal_span
-from pipeline.methods.experts.scores import REMOVAL_LOSS_BY_EXPERT
-from pipeline.methods.experts.shapes import EXPERTS, WIDTH, shape_points
+from pipeline.methods.experts.scores import REMOVAL_LOSS_BY_EXPERT, kept_experts
 from pipeline.methods.loss_aware.latents import latent_groups
 from pipeline.methods.moments import factored_mean
 from pipeline.methods.work import Work, mlp_curve
 from pipeline.ranks.budget import RankVariable
-from pipeline.ranks.curves import steps, to_columns, up_to_whole
+from pipeline.ranks.curves import Point, steps, to_columns, up_to_whole
 
 WIDTHS = 64  # how many widths are compared at most
 WIDE_EXPERT, FUSED_MULTIPLE = 512, 128  # widths of experts with at least 512 channels suit fused kernels
@@ -82,27 +81,43 @@ class Shape(Experts[LossAware]):
 
     def curve(self) -> Curve:
         """Return the shapes on the frontier; with `stock` all shapes, because the layers' curves are added by shape."""
-        mixture, inputs_TD, metric, counts = self.mixture, self.inputs, self._metric, self.counts
-        removal_E = removal_losses(mixture, inputs_TD, metric)
-        losses_En, output_TD = width_losses(mixture, inputs_TD, metric, self.widths)
-        remaining_C = remaining_shares(mixture, inputs_TD, metric, removal_E, counts, output_TD)
-        points = shape_points(removal_E, losses_En, self.widths, counts, 1, mixture.rule.groups, remaining_C.tolist())
-        counted = [
-            replace(point, numbers=round(self.counted_numbers(point.ranks[EXPERTS], point.ranks[WIDTH])))
-            for point in points
-        ]
+        sample, metric = self.sample, self._metric
+        removal_E = removal_losses(sample, metric)
+        losses_En, output_TD = width_losses(sample, metric, self.widths)
+        remaining_C = remaining_shares(sample, metric, removal_E, self.counts, output_TD)
+        points = self.points(removal_E, losses_En, remaining_C.tolist())
         # The hint: the solve need not compute the losses of removal again.
-        return to_columns(counted if self.stock else up_to_whole(counted), json.dumps(removal_E.tolist()))
+        return to_columns(points if self.stock else up_to_whole(points), json.dumps(removal_E.tolist()))
+
+    def points(self, removal_E: Tensor, losses_En: Tensor, remaining: Sequence[float]) -> list[Point]:
+        """Return a point for each (E', N'): the experts with the largest removal losses are kept, all at one width.
+
+        The loss is the sum of the losses of the removals and of the narrowing, as if they were independent. The full
+        count and width lose nothing. `removal_E` (E,): the loss of each expert's removal, nats per token. `losses_En`
+        (E, n): of each expert at each of `widths`. `remaining`: for each of `counts`, the share of the removals' loss
+        that a refit leaves. Raises ValueError on shapes that do not fit.
+        """
+        if losses_En.shape != (len(removal_E), len(self.widths)):
+            shapes = f"{tuple(losses_En.shape)} and {tuple(removal_E.shape)}"
+            raise ValueError(f"losses by width and by removal do not fit {len(self.widths)} widths: {shapes}")
+        points = []
+        for count, share in zip(self.counts, remaining, strict=True):
+            kept = kept_experts(removal_E, count, self.rule["groups"])
+            removed = float(removal_E.sum() - removal_E[kept].sum()) * share if count < len(removal_E) else 0.0
+            for width, narrowed in zip(self.widths, losses_En[kept].sum(dim=0).tolist(), strict=True):
+                numbers = round(self.counted_numbers(count, width))
+                points.append(Point({EXPERTS: count, WIDTH: width}, numbers, max(0.0, removed) + narrowed))
+        return points
 
     def counted_numbers(self, count: float, width: float) -> float:
         """Count the numbers of a shape, with its padding."""
         return self.numbers(count, width) + (shared_padding(self.geometry, round(width)) if self.padded else 0)
 
-    def expert_scores(self, mixture: Mixture) -> Tensor:
+    def expert_scores(self) -> Tensor:
         """Return the predicted loss of each expert's removal, nats per token."""
         if self.statistics.hint:
-            return torch.tensor(json.loads(self.statistics.hint), dtype=torch.float64, device=self.inputs.device)
-        return removal_losses(mixture, self.inputs, self._metric)
+            return torch.tensor(json.loads(self.statistics.hint), dtype=torch.float64, device=self.sample.inputs.device)
+        return removal_losses(self.sample, self._metric)
 
     @property
     def _metric(self) -> Factored:

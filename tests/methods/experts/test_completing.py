@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.experts.completing import completed, experts_with_few, sample_of_others, with_samples_of_others
-from pipeline.methods.experts.method import mixture_of
+from pipeline.methods.experts.mixture import mixture_of
 from pipeline.methods.method import Moment, Statistics, Task
 from pipeline.methods.moments import input_moment, output_gradient, pull
 from pipeline.methods.registry import build_methods, claim_tasks

@@ -44,7 +44,7 @@ def test_merged_weights_are_means_by_tokens_and_the_busiest_keeps_its_row() -> N
     assert merged.bias.tolist() == [3.0, 1.0]
     same = Mixture((experts[0], experts[0]), mixture.router[:2], None, rule, mixture.channels)
     inputs_TD = torch.randn(20, 4, generator=source)
-    means_ED = mean_outputs(same, inputs_TD)
+    means_ED = mean_outputs(same.on(inputs_TD))
     torch.testing.assert_close(means_ED[0], same.outputs(0, inputs_TD).double().mean(dim=0))
     assert torch.equal(means_ED[0], means_ED[1])
 
@@ -53,11 +53,11 @@ def test_a_refit_brings_merged_experts_nearer_to_the_output_of_all() -> None:
     source = torch.Generator().manual_seed(1)
     experts = tuple(random_expert(source) for _ in range(4))
     mixture = Mixture(experts, torch.randn(4, 4, generator=source), None, RoutingRule("softmax", 2), Channels("silu"))
-    inputs_TD = torch.randn(200, 4, generator=source)
+    sample = mixture.on(torch.randn(200, 4, generator=source))
     merged = merge(mixture, [[0, 1], [2], [3]], torch.ones(4))
     errors = [
-        float((mixture.output(inputs_TD) - each.output(inputs_TD)).square().sum())
-        for each in (merged, refit(mixture, merged, inputs_TD))
+        float((sample.output() - each.on(sample.inputs).output()).square().sum())
+        for each in (merged, refit(sample, merged))
     ]
     assert errors[1] < 0.9 * errors[0]
-    assert torch.equal(refit(mixture, merged, inputs_TD).experts[0].readers[0], merged.experts[0].readers[0])
+    assert torch.equal(refit(sample, merged).experts[0].readers[0], merged.experts[0].readers[0])

@@ -1,26 +1,11 @@
-"""Scores of experts and channels, and which experts stay."""
+"""Which experts stay by their scores."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from pipeline.methods.experts.scores import (
-    ExpertSums,
-    expert_counts,
-    few_tokens,
-    frequency_scores,
-    kept_experts,
-    reap_scores,
-)
-
-
-def test_reap_is_the_mean_over_an_experts_tokens_and_with_few_over_one_of_others() -> None:
-    columns = [[4.0, 0.0, 1.0], [2.0, 0.0, 0.5], [8.0, 0.0, 8.0], [6.0, 0.0, 4.0], [0.0, 1.0, 1.0], [0.0, 0.5, 1.2]]
-    sums = ExpertSums(*torch.tensor(columns, dtype=torch.float64))
-    assert reap_scores(sums).tolist() == [1.5, 0.5, 2.6]
-    assert frequency_scores(sums).tolist() == [4.0, 0.0, 1.0]
-    assert kept_experts(reap_scores(sums), 1).tolist() == [2]
+from pipeline.methods.experts.scores import few_tokens, kept_experts
 
 
 @pytest.mark.parametrize(("count", "groups", "expected"), [(3, 1, [1, 2, 3]), (2, 2, [1, 3]), (4, 2, [1, 2, 3, 5])])
@@ -42,13 +27,6 @@ def test_impossible_counts_are_refused(count: int, groups: int) -> None:
 def test_nan_scores_are_refused() -> None:
     with pytest.raises(ValueError, match="NaN"):
         kept_experts(torch.tensor([0.0, float("nan")]), 1)
-
-
-def test_counts_leave_enough_for_the_router() -> None:
-    assert expert_counts(8, 2) == [2, 3, 4, 5, 6, 7, 8]
-    assert expert_counts(16, 3, groups=4) == [4, 8, 12, 16]
-    assert expert_counts(16, 3, groups=4, multiple=8) == [8, 16]
-    assert expert_counts(6, 6) == [6]
 
 
 def test_few_tokens_are_below_the_least_for_each_channel() -> None:
