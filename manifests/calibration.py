@@ -33,6 +33,8 @@ class Text(ManifestBlock):
     Rows whose text is null or missing, and damaged conversations, are left out and counted, but at most 5 % of a file's
     rows. Empty texts are documents.
 
+    `dataset`, `name`, `split`: of the hub, as `datasets.load_dataset` takes them.
+
     `begin`, `end`: only the text between these shares of each file, so that calibration and evaluation can use
     different parts of one file. In .gz and .zst files they are shares of the unpacked length, which is counted first.
     """
@@ -124,6 +126,10 @@ class Calibration(ManifestBlock):
 
     `prefix`: every sample begins with the ids that the tokenizer puts before a text, such as a BOS; they count in its
     length. `none`: it begins with the text itself.
+
+    `shards`: workers pass one shard at a time, so that there should be a few for each worker. `micro_batch`: samples
+    computed at once. `propagate`: statistics of a layer are those of the dense model, from one pass for all layers, or
+    those behind the compressed layers before it.
 
     `text` may be a list of texts with shares that add up to 1. A few percent of text of another domain preserve most of
     the model's quality there.

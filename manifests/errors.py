@@ -20,7 +20,7 @@ class LaminaError(Exception):
 
 
 class InputError(LaminaError, ValueError):
-    """The manifest, model, text, budget or a directory is wrong: nothing was computed, nothing written."""
+    """The manifest, model, text, budget or a directory is wrong. Nearly all such errors are raised before any work."""
 
     exit_code = 2
 

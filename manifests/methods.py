@@ -33,6 +33,8 @@ class FlatLLM(MethodEntry):
 
     Defaults are Lamina's. The paper's are basis: value, weighting: none, selection: leverage. `uniform`: one rank and
     one width for all layers, as ordinary checkpoints need (`export --to stock`); with allocation: loss, chosen by loss.
+    `attention`, `mlp`: compress value and output projections, and the MLP's channels. `query_key: head_pca`: also the
+    PCA of each head's queries and keys. `ridge`: of the leverage scores, relative to the mean square of the channels.
     """
 
     method: Literal["flat_llm"]
@@ -63,7 +65,13 @@ class FlatLLM(MethodEntry):
 
 
 class LoRC(MethodEntry):
-    """LoRC, docs/methods.md#lorc: the cache holds latents. `cache_keep`: their mean share of it; null: by budget."""
+    """LoRC, docs/methods.md#lorc: the cache holds latents. `cache_keep`: their mean share of it; null: by budget.
+
+    `key`, `value`: what is compressed. `allocation`: the same share in every layer, more in shallow layers by condition
+    numbers (the paper's `progressive`), or by predicted loss. `weighting`: errors count as in the weights (`none`), at
+    the outputs (`input`: by the moments of the inputs), or by the gradient of the loss. `skip_above`: layers whose
+    cumulative condition number has a larger decimal logarithm stay dense.
+    """
 
     method: Literal["lorc"]
     key: bool = True
@@ -127,7 +135,11 @@ class JointRanks(ManifestBlock):
 
 
 class JointRankK(MethodEntry):
-    """Joint rank-k, docs/methods.md#joint-rank-k. `mlp` true means joint."""
+    """Joint rank-k, docs/methods.md#joint-rank-k. `mlp` true means joint.
+
+    `joint`: queries and keys, or gate and up, share their first factor; `separate`: each has two factors;
+    `joint_per_head`: a first factor for each head. `allocation`, `weighting`: as in `lorc`.
+    """
 
     method: Literal["joint_rank_k"]
     query_key: Literal["joint", "separate", "joint_per_head", "none"] = "joint"
@@ -164,7 +176,8 @@ class LeSTD(MethodEntry):
 
     `ranks`: [R1, R2, R3]; null: searched. `prune: false` keeps the core dense. `refine_sweeps`: passes that fit the
     factors to the sparse core; the paper has none (0). `threshold: model` prunes the cores of all layers at one
-    magnitude. `core`: the layout of a sparse core in memory when the model is served.
+    magnitude. `core`: the layout of a sparse core in memory when the model is served. `target`: the matrices that are
+    stacked into a tensor. `sweeps`, `tolerance`: HOOI ends after so many sweeps, or when one gains at most this share.
     """
 
     method: Literal["lestd"]
@@ -218,6 +231,7 @@ class LossAware(MethodEntry):
     `correct: output` solves each layer on the outputs of the compressed layers before it, to compensate their error.
     `correct_ridges` keep these fits near the weights before them: the penalties of a change, relative to the mean
     square of the inputs, for what reads the residual stream and for what writes to it.
+    `query_key`, `attention`, `mlp`: the groups that are compressed; `attention` is values and output projections.
     `weighting: input` solves without gradients; the ranks still follow them. `widths`: the number of MLP widths that
     are compared. `factors: pivoted` stores rows of the matrix and the coefficients of the others; `plain`, two factors.
     `shapes`, of mixtures: `free` gives every expert its own width and ranks; `layer` and `stock` keep some experts, in

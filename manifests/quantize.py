@@ -49,7 +49,8 @@ class Quantize(ManifestBlock):
     by its diagonal; more of it trusts the text less, for each input by its own size. `damping`: added to the moment of
     every input, in shares of its mean diagonal.
     `least_clip`: the least share of a group's largest magnitude that its codes may cover, with feedback. `polish`:
-    sweeps over uniform codes and their scales after feedback, each of which lowers the error.
+    sweeps over uniform codes and their scales after feedback, each of which lowers the error. `symmetric`: codes have
+    no zero point, which is the only kind that is stored.
     """
 
     bits: Literal[8, 4, 3, 2, "auto"]

@@ -118,6 +118,8 @@ class Workers(ManifestBlock):
     if other processes occupy a node's memory.
     `cache_gb`: space on each node's local disk (TMPDIR) for tensors of a source in a bucket; the workers of a node
     fetch each tensor once for all passes.
+    `min`: the job begins with this many, and takes more up to `max` as they start. `gpus`: of each worker, 1 or a share
+    of one. `activation_memory_gb`: host memory of a worker for hidden states; the rest is in files.
     `experts`: a worker holds the weights and moments of this many experts of a layer at a time; the others follow.
     With `--in-process` the command itself is the only worker, without Ray, and `max` must be 1.
     """
@@ -170,7 +172,10 @@ class Statistics(ManifestBlock):
 
 
 class Manifest(ManifestBlock):
-    """The whole job. Only `version`, `model`, `output`, `run_dir` and `methods` are always needed."""
+    """The whole job. Only `version`, `model`, `output`, `run_dir` and `methods` are always needed.
+
+    `seed`: of the choice of samples and of every random number; another seed gives another output.
+    """
 
     version: int
     model: Model
