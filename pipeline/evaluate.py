@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument(
         "--accept-loss", action="store_true", help="score a dense model with random weights, however large its loss"
     )
-    options.add_argument("--window", type=int, default=2048, help="tokens in a window, those of the prefix included")
+    options.add_argument("--window", type=int, default=2048, help="tokens in a window with its prefix; default: 2048")
     options.add_argument(
         "--prefix",
         choices=get_args(Prefix),
@@ -68,9 +68,12 @@ def main(argv: list[str] | None = None) -> int:
         help="what a window begins with: the ids that the tokenizer puts before a text, or none; not scored",
     )
     options.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="of the forward pass; the log-softmax is always float32"
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        help="of the forward pass, float32 by default; the log-softmax is always float32",
     )
-    options.add_argument("--workers", type=int, default=1)
+    options.add_argument("--workers", type=int, default=1, help="processes that share the windows; default: 1")
     options.add_argument("--cpus", type=int, default=1, help="threads of a worker")
     options.add_argument("--gpus", type=float, default=0, help="GPUs of a worker")
     options.add_argument(

@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         "--keep",
         type=float,
         metavar="SHARE",
-        help="of the decoder's numbers; default: 0.8, or --bytes 0.8 of a stored format",
+        help="of the decoder's numbers that stays; default: 0.8. For a source in a stored format it is --bytes 0.8",
     )
     goal.add_argument("--bytes", type=float, metavar="SHARE", help="of the decoder's bytes, by ranks and bits")
     goal.add_argument("--max-loss", type=float, metavar="NATS", help="most loss per token; finds the smallest size")

@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         "plan",
         "Estimates memory, disk and time of a job or a sweep, without reading weights.",
     )
-    add_manifest(options, "the job or the sweep, or a model, to see whether it is supported")
+    add_manifest(options, "the YAML file of a job or a sweep; or a model, to see whether it is supported")
     options.add_argument("--config", type=Path, metavar="FILE", help="plan for this config.json instead of the source")
     rates = options.add_mutually_exclusive_group()
     rates.add_argument("--gpu", help="a GPU with known rates, such as H200; default: measure this machine")

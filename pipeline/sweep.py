@@ -97,7 +97,7 @@ def write_plots(folder: Storage, results: dict[str, Any]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return the exit code."""
     options = parser("sweep", "Compares methods at several sizes from one calibration. Run again, it resumes.")
-    add_manifest(options, "the sweep")
+    add_manifest(options, "the YAML file of the sweep")
     options.add_argument("--fresh", action="store_true", help="start over and discard the run directory")
     options.add_argument("--plots", metavar="DIR", help="also write each plot there, as an SVG file")
     add_address(options)

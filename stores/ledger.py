@@ -148,7 +148,8 @@ class Ledger:
                 return ask(self._listing())
             self._listed = None
         raise StorageError(
-            f"ledger {self.storage.at()}: entries of {what} vanish while they are read; check what removes files there"
+            f"ledger {self.storage.at()}: entries of {what} are removed while they are read; find what removes files "
+            "there"
         )
 
     def _record(self, names: Mapping[int, str]) -> Any:

@@ -159,7 +159,7 @@ def _to_head_dim(
     if lost > ROUNDINGS * torch.finfo(stored).eps:
         raise InputError(
             f"values of {value_GwD.shape[1]} numbers per head, of a higher rank than {head_dim} (share {lost:.1e} "
-            "would be lost): no dense model of the family does the same"
+            "would be lost): a dense model of the family cannot hold them"
         )
     basis_Gdw = right_Gkw[:, :head_dim]
     output_GRd = left_GRk[:, :, :head_dim] * values_Gk[:, None, :head_dim]

@@ -113,9 +113,9 @@ def check_in_process(address: str | None, workers: int, field: str = "workers.ma
         )
 
 
-def add_manifest(options: argparse.ArgumentParser, what: str = "the job") -> None:
+def add_manifest(options: argparse.ArgumentParser, what: str = "the YAML file of the job") -> None:
     """Add the arguments of a command that reads a manifest, for `read_manifest`."""
-    options.add_argument("manifest", help=f"{what}, in YAML")
+    options.add_argument("manifest", help=what)
     add_overrides(options)
 
 

@@ -359,7 +359,7 @@ def _check_formats(source: SourceCheckpoint, config: Mapping[str, Any], methods:
     what = f"OUTPUT of {owner} is an ordinary checkpoint" if owner else "OUTPUT keeps the class of a multimodal model"
     if owner or config.get("wrapper"):
         raise InputError(
-            f"model: weights in stored formats: {what}, which cannot contain them; give the model in 16 bits"
+            f"model: its weights are in a stored format, and {what}, which holds none; give the model in 16 bits"
         )
 
 

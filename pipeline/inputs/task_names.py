@@ -57,8 +57,8 @@ def refuse_generating(field: str, tasks: Sequence[str]) -> None:
     """Raise InputError if there are tasks that generate text, which need the whole model."""
     if tasks:
         raise InputError(
-            f"{field}: {', '.join(tasks)}: {'generate' if len(tasks) > 1 else 'generates'} text, token by token, which "
-            "layers that are read one at a time cannot do: `python -m pipeline.evaluate --whole-model` loads the model "
+            f"{field}: {', '.join(tasks)}: {'generate' if len(tasks) > 1 else 'generates'} text, which "
+            "needs the whole model in memory: `python -m pipeline.evaluate --whole-model` loads the model "
             "into this node's GPUs, memory and disk; `--endpoint URL` asks a running server, such as vLLM's"
         )
 

@@ -304,7 +304,7 @@ def test_weights_in_stored_formats_are_refused_before_anything_is_written(
     made = job(encoded, methods=[{"method": "flat_llm"}])
     for ended in (command("plan", str(made.write().manifest)), made.run()):
         assert ended.code == 2
-        assert "weights in stored formats: OUTPUT keeps the class of a multimodal model" in ended.err
+        assert "its weights are in a stored format, and OUTPUT keeps the class of a multimodal model" in ended.err
         assert not made.output.exists()
 
 

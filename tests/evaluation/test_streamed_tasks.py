@@ -92,7 +92,7 @@ def test_tasks_that_generate_are_refused_before_work(
     group = write_group(tmp_path, "some", ["writes"])
     for file in (task, group):
         assert pipeline.evaluate.main([str(model), "--tasks", str(file), "--in-process"]) == 2
-        assert "--tasks: writes: generates text, token by token" in capsys.readouterr().err
+        assert "--tasks: writes: generates text, which needs the whole model" in capsys.readouterr().err
     with pytest.raises(InputError, match="writes: generates text"):
         load_tasks(AskedTasks((str(task),), "--tasks"), generates=False)
     scores = evaluate([str(model), "--tasks", str(task), "--whole-model"], capsys)[str(model)]
