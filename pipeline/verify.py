@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument(
         "--bound",
         type=float,
-        help="largest relative error of the logits and of a layer; default 1.0; give about 0.001 if nothing was removed",
+        help="largest relative error of logits and of a layer; default 1.0; give about 0.001 if nothing was removed",
     )
     options.add_argument("--json", action="store_true", help="print one JSON object")
     return run_command(_body, options.parse_args(argv))
