@@ -21,7 +21,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -120,9 +120,18 @@ def _play(verdict: Verdict, spec: ModelSpec, document: dict[str, Any]) -> None:
             verdict.outcome = "faulty" if verdict.faults else "clean"
             return
     verdict.faults += _refusal_faults(ended.code, ended.err)
-    if spec.refused not in ended.err:
+    if spec.refused not in ended.err and not _refused_without_it(spec):
         verdict.faults.append(f"run: the refusal does not name {spec.refused}")
     verdict.outcome = "faulty" if verdict.faults else "refused"
+
+
+def _refused_without_it(spec: ModelSpec) -> bool:
+    """Return True if the model is refused without the fields that must be refused, too, for another reason."""
+    for folder in ("model", PLAIN):
+        shutil.rmtree(folder)
+    write_model(replace(spec, fields={}, encoded="", refused=""), Path("model"), Path(PLAIN))
+    with without_ray():
+        return command("plan", "manifest.yaml").code == 2
 
 
 def _refusal_faults(code: int, message: str) -> Iterator[str]:
