@@ -299,7 +299,7 @@ def of_transformers(folder: str, options: Any) -> dict[str, Any]:
     command = [sys.executable, "-m", "tools.benchmarks.served", folder, "--alone"]
     command += [f"--{name}={getattr(options, name)}" for name in names]
     environment = {**os.environ, **ONE_THREAD, "PYTHONPATH": f"{ROOT}:{ROOT / 'deploy' / 'serving'}"}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     peak = Peak(process.pid)
     printed, _ = process.communicate()
     peak.end()
