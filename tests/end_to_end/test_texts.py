@@ -184,7 +184,7 @@ def test_conversations_from_the_file_to_the_summary(tmp_path: Path, text: Path, 
     path = tmp_path / "chat.jsonl.gz"
     path.write_bytes(gzip.compress("\n".join(json.dumps({"talk": talk}) for talk in talks).encode()))
     raw = command("init", str(source), "--text", str(text), "-o", str(written))
-    assert "plain, and the tokenizer has a chat template: an instruct model is compressed for text" in raw.out
+    assert "plain, and the tokenizer has a chat template: give conversations (--messages) where it will chat" in raw.out
     options = ["--text", str(path), "--messages", "talk", "--template", "sign=yes"]
     ended = command("init", str(source), *options, "-o", str(written), "--force")
     assert "plain, and" not in ended.out
