@@ -144,10 +144,8 @@ class PairedShard(CalibrationShard):
                     result_BSD = compute(hidden_BSD)
                 yield result_BSD
 
-        self.hidden.keep_parts(key, self.shape, self.layers.setup.dtype, results(), self.batch)
+        reader = self.hold_inside(key, self.layers.setup.dtype, results())
         self.hidden.release_others(key)
-        reader = self.hidden.get(key)
-        assert reader is not None
         return reader
 
 

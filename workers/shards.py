@@ -120,6 +120,13 @@ class Shard(ABC):
         record = self.hidden.keep_parts(key, self.shape, dtype, hidden, self.batch, store=store)
         return record if store else None
 
+    def hold_inside(self, key: ShardKey, dtype: torch.dtype, hidden: Iterable[Tensor]) -> HiddenReader:
+        """Hold hidden states inside a layer, which come micro-batch by micro-batch. Return their reader."""
+        self.hidden.keep_parts(key, self.shape, dtype, hidden, self.batch)
+        reader = self.hidden.get(key)
+        assert reader is not None
+        return reader
+
     def through(
         self,
         layer: Layer,
@@ -286,11 +293,7 @@ class PartedPass:
             yield stream_BSD, None if sum_BSD is None else sum_BSD.flatten(0, -2)
 
     def _hold(self, stage: int, dtype: torch.dtype, parts: Iterable[Tensor]) -> HiddenReader:
-        key = self.key(stage)
-        self.hidden.keep_parts(key, self.shard.shape, dtype, parts, self.shard.batch)
-        reader = self.hidden.get(key)
-        assert reader is not None
-        return reader
+        return self.shard.hold_inside(self.key(stage), dtype, parts)
 
 
 def _itself(hidden_BSD: Tensor) -> Tensor:

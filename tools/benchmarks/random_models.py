@@ -91,14 +91,8 @@ def write_llama(directory: Path, num_layers: int, sizes: Mapping[str, int] = Map
 
 def _llama_shapes(layer: int, fields: Mapping[str, Any]) -> Shapes:
     hidden, wide = fields["hidden_size"], fields["intermediate_size"]
-    queries, keys = (fields[f"num_{name}_heads"] * fields["head_dim"] for name in ("attention", "key_value"))
     shapes = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (queries, hidden),
-        "self_attn.k_proj.weight": (keys, hidden),
-        "self_attn.v_proj.weight": (keys, hidden),
-        "self_attn.o_proj.weight": (hidden, queries),
+        **_attention_shapes(fields),
         "mlp.gate_proj.weight": (wide, hidden),
         "mlp.up_proj.weight": (wide, hidden),
         "mlp.down_proj.weight": (hidden, wide),
@@ -106,19 +100,27 @@ def _llama_shapes(layer: int, fields: Mapping[str, Any]) -> Shapes:
     return {f"model.layers.{layer}.{name}": shape for name, shape in shapes.items()}
 
 
-def mixture_shapes(layer: int, sizes: Mapping[str, Any]) -> Shapes:
-    """Return the names and shapes of a layer of the Qwen3-MoE kind."""
-    hidden, wide, head = sizes["hidden_size"], sizes["moe_intermediate_size"], sizes["head_dim"]
-    queries, keys = (sizes[f"num_{name}_heads"] * head for name in ("attention", "key_value"))
-    shapes: Shapes = {
+def _attention_shapes(sizes: Mapping[str, Any]) -> Shapes:
+    """Return the shapes of a layer's norms and of the matrices of its attention."""
+    hidden = sizes["hidden_size"]
+    queries, keys = (sizes[f"num_{name}_heads"] * sizes["head_dim"] for name in ("attention", "key_value"))
+    return {
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
-        "self_attn.q_norm.weight": (head,),
-        "self_attn.k_norm.weight": (head,),
         "self_attn.q_proj.weight": (queries, hidden),
         "self_attn.k_proj.weight": (keys, hidden),
         "self_attn.v_proj.weight": (keys, hidden),
         "self_attn.o_proj.weight": (hidden, queries),
+    }
+
+
+def mixture_shapes(layer: int, sizes: Mapping[str, Any]) -> Shapes:
+    """Return the names and shapes of a layer of the Qwen3-MoE kind."""
+    hidden, wide, head = sizes["hidden_size"], sizes["moe_intermediate_size"], sizes["head_dim"]
+    shapes: Shapes = {
+        **_attention_shapes(sizes),
+        "self_attn.q_norm.weight": (head,),
+        "self_attn.k_norm.weight": (head,),
         "mlp.gate.weight": (sizes["num_experts"], hidden),
     }
     for expert in range(sizes["num_experts"]):
