@@ -14,8 +14,8 @@ import pytest
 
 from lamina import processor_lamina
 from lamina.processor_lamina import multiplies_fast, processor_flags
-from manifests import packages
-from manifests.packages import LIMIT, WITHOUT_AMX, limit_onednn, promises_amx
+from manifests import processor
+from manifests.processor import LIMIT, WITHOUT_AMX, limit_onednn, promises_amx
 
 AMX = "processor\t: 0\nvendor_id\t: GenuineIntel\nflags\t: fpu amx_bf16 amx_tile\n\nprocessor\t: 1\nflags : fpu\n"
 
@@ -24,9 +24,9 @@ AMX = "processor\t: 0\nvendor_id\t: GenuineIntel\nflags\t: fpu amx_bf16 amx_tile
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the processor's description, and an empty temporary folder."""
     (tmp_path / "boot").write_text("a-boot\n")
-    monkeypatch.setattr(packages, "CPU_INFO", tmp_path / "cpuinfo")
-    monkeypatch.setattr(packages, "BOOT_ID", tmp_path / "boot")
-    monkeypatch.setattr(packages.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(processor, "CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(processor, "BOOT_ID", tmp_path / "boot")
+    monkeypatch.setattr(processor.tempfile, "gettempdir", lambda: str(tmp_path))
     return tmp_path
 
 
@@ -45,7 +45,7 @@ def test_onednn_is_limited_where_amx_is_promised_in_vain(
     promised: str, works: bool, asked: str | None, limit: str | None, machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (machine / "cpuinfo").write_text(promised)
-    monkeypatch.setattr(packages, "product_works", lambda: works)
+    monkeypatch.setattr(processor, "product_works", lambda: works)
     monkeypatch.setattr(os, "environ", {} if asked is None else {LIMIT: asked})
     limit_onednn()
     assert os.environ.get(LIMIT) == limit
@@ -61,7 +61,7 @@ def test_a_machine_tries_once_until_it_boots(works: bool, machine: Path, monkeyp
         return ended
 
     (machine / "cpuinfo").write_text(AMX)
-    monkeypatch.setattr(packages.subprocess, "run", run)
+    monkeypatch.setattr(processor.subprocess, "run", run)
     for boot, tries in (("a-boot", 1), ("a-boot", 1), ("another", 2)):
         (machine / "boot").write_text(boot)
         monkeypatch.setattr(os, "environ", {})
@@ -71,15 +71,15 @@ def test_a_machine_tries_once_until_it_boots(works: bool, machine: Path, monkeyp
 
 def test_a_temporary_folder_that_takes_no_file(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (machine / "cpuinfo").write_text(AMX)
-    monkeypatch.setattr(packages.tempfile, "gettempdir", lambda: str(machine / "none"))
-    monkeypatch.setattr(packages, "product_works", lambda: False)
+    monkeypatch.setattr(processor.tempfile, "gettempdir", lambda: str(machine / "none"))
+    monkeypatch.setattr(processor, "product_works", lambda: False)
     monkeypatch.setattr(os, "environ", {})
     limit_onednn()
     assert os.environ[LIMIT] == WITHOUT_AMX
 
 
 def test_elsewhere_nothing_is_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (packages, processor_lamina):
+    for module in (processor, processor_lamina):
         monkeypatch.setattr(module, "CPU_INFO", tmp_path / "none")
     assert processor_flags() == frozenset()
     assert not promises_amx()
@@ -88,7 +88,7 @@ def test_elsewhere_nothing_is_promised(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.slow
 def test_the_product_is_multiplied_here() -> None:
     environment = {name: value for name, value in os.environ.items() if name != LIMIT}
-    code = f"from manifests.packages import *; limit_onednn(); {packages.PRODUCT}; print(float((a @ a).sum()))"
+    code = f"from manifests.processor import *; limit_onednn(); {processor.PRODUCT}; print(float((a @ a).sum()))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert (ended.returncode, ended.stdout) == (0, "262144.0\n"), ended.stderr
 
