@@ -299,7 +299,7 @@ def of_transformers(folder: str, options: Any) -> dict[str, Any]:
     command = [sys.executable, "-m", "tools.benchmarks.served", folder, "--alone"]
     command += [f"--{name}={getattr(options, name)}" for name in names]
     environment = {**os.environ, **ONE_THREAD, "PYTHONPATH": f"{ROOT}:{ROOT / 'deploy' / 'serving'}"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
     peak = Peak(process.pid)
     printed, _ = process.communicate()
     peak.end()
@@ -352,13 +352,24 @@ def row(path: str, engine: str, dtype: str, each: dict[str, Any], compared: tupl
     return f"| {' | '.join(cells)} | {same} | {each['chat']} |"
 
 
+def placed(path: str) -> str:
+    """Return a path as an absolute one, since children run in the root of the repository. A hub id stays."""
+    return str(Path(path).absolute()) if path and Path(path).exists() else path
+
+
 def main() -> None:
     """Print the table, or measure a model in transformers as a child process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", help="checkpoints, each before the GGUF files that were made of it")
-    parser.add_argument("--tokenizer", help="the model whose chat template asks the questions; default: the first")
-    parser.add_argument("--vllm", help="the Python of an environment with vLLM; without it, not measured")
-    parser.add_argument("--llama-cpp", default="", help="the folder of xllamacpp; default: this environment's")
+    parser.add_argument(
+        "models", nargs="+", type=placed, help="checkpoints, each before the GGUF files that were made of it"
+    )
+    parser.add_argument(
+        "--tokenizer", type=placed, help="the model whose chat template asks the questions; default: the first"
+    )
+    parser.add_argument("--vllm", type=placed, help="the Python of an environment with vLLM; without it, not measured")
+    parser.add_argument(
+        "--llama-cpp", type=placed, default="", help="the folder of xllamacpp; default: this environment's"
+    )
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--context", type=int, default=256, help="of a server: tokens of a sequence; default: 256")
     parser.add_argument("--sequences", type=int, default=32, help="at once; default: 32")
