@@ -40,6 +40,7 @@ def _is_a_rate_or_auto(rate: Any) -> Any:
 Share = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False), BeforeValidator(_no_percentage)]
 Location = Annotated[str, AfterValidator(_without_control_characters)]
 Count = Annotated[int, Field(gt=0, le=10**9)]
+Ridge = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 LearningRate = Annotated[Annotated[float, Field(gt=0.0, lt=1.0)] | Literal["auto"], BeforeValidator(_is_a_rate_or_auto)]
 Listed = Field(strict=False)  # YAML has lists only; strict tuples refuse them
 

@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from manifests.blocks import Count, Listed, ManifestBlock, Share
+from manifests.blocks import Count, Listed, ManifestBlock, Ridge, Share
 from manifests.method_entry import MethodEntry, Refine
 
-Ridge = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 FORMER_RIDGES = [1e-3, 1e-4]  # of jobs begun before `correct_ridges` was a field
 
 

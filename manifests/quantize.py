@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from manifests.blocks import Listed, ManifestBlock, Share
+from manifests.blocks import Listed, ManifestBlock, Ridge, Share
 from manifests.records import LevelKind
 
 QUANTIZED_ROLES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -49,8 +49,10 @@ class Quantize(ManifestBlock):
     by its diagonal; more of it trusts the text less, for each input by its own size. `damping`: added to the moment of
     every input, in shares of its mean diagonal.
     `least_clip`: the least share of a group's largest magnitude that its codes may cover, with feedback. `polish`:
-    sweeps over uniform codes and their scales after feedback, each of which lowers the error. `symmetric`: codes have
-    no zero point, which is the only kind that is stored.
+    sweeps over uniform codes and their scales after feedback, each of which lowers the error. `correct: output`: each
+    matrix that no method compresses is fitted behind the rounded layers before it, to compensate their error, and then
+    rounded; routed experts are not fitted. `correct_ridges`: as of loss_aware. `symmetric`: codes have no zero point,
+    which is the only kind that is stored.
     """
 
     bits: Literal[8, 4, 3, 2, "auto"]
@@ -64,6 +66,8 @@ class Quantize(ManifestBlock):
     damping: Annotated[float, Field(gt=0.0, le=1e3, allow_inf_nan=False)] = DAMPING
     least_clip: Share = LEAST_CLIP
     polish: Annotated[int, Field(ge=0, le=16)] = 1
+    correct: Literal["none", "output"] = "none"
+    correct_ridges: Annotated[tuple[Ridge, Ridge], Listed] = (0.1, 0.3)
 
     @field_validator("symmetric")
     @classmethod
@@ -76,6 +80,19 @@ class Quantize(ManifestBlock):
     def _choices_follow_text(self) -> Self:
         if self.bits == "auto" and (self.feedback is False or self.group is None):
             raise ValueError("bits: auto rounds with error feedback and counts a scale for each group; give a group")
+        return self
+
+    @model_validator(mode="after")
+    def _corrections_round_given_bits(self) -> Self:
+        if self.correct == "none":
+            return self
+        if self.bits == "auto":
+            raise ValueError("correct: output needs given bits; with bits: auto write correct: output under loss_aware")
+        if self.feedback in (False, "both"):
+            raise ValueError(
+                f"correct: output rounds by the inputs that it measures behind rounded layers; leave out feedback: "
+                f"{str(self.feedback).lower()}, or correct"
+            )
         return self
 
     @model_validator(mode="after")

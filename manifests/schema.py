@@ -223,10 +223,23 @@ class Manifest(ManifestBlock):
             raise ValueError(f"quantize.feedback: both follows gradients of the dense model{why}")
         return self
 
+    @model_validator(mode="after")
+    def _corrected_rounding_has_its_text(self) -> Self:
+        if self.quantize is None or self.quantize.correct == "none":
+            return self
+        if self.calibration is None or self.calibration.propagate != "dense":
+            raise ValueError(
+                "quantize.correct: output passes calibration text through the dense and the rounded layers; give "
+                "calibration, with propagate: dense"
+            )
+        return self
+
     def _unfit_for_both_sides(self) -> str | None:
         """Return why feedback on both sides does not fit the job, with the remedies; None if it fits."""
         if self.calibration is not None and self.calibration.propagate != "dense":
             return f"; set calibration.propagate: dense, not {self.calibration.propagate}, or feedback: true"
+        if self.quantize is not None and self.quantize.correct != "none":
+            return ", and quantize.correct: output rounds behind corrected layers; leave out one of them"
         for position, entry in enumerate(self.methods):
             if getattr(entry, "correct", "none") != "none" or entry.refine is not None:
                 return (
@@ -324,7 +337,7 @@ class Manifest(ManifestBlock):
                 raise ValueError(f"{where} needs held-out samples; give calibration.samples: 2 or more")
             if entry.refine != asking[0][1].refine:
                 raise ValueError(f"{where} differs from that of methods.{asking[0][0]}; a layer is refined once")
-        corrected = any(getattr(entry, "correct", "none") != "none" for entry in self.methods)
+        corrected = any(getattr(entry, "correct", "none") != "none" for entry in (*self.methods, self.quantize))
         if corrected and (apart := {entry.refine.inputs for _, entry in asking if entry.refine} - {"compressed"}):
             raise ValueError(
                 f"refine: inputs: {apart.pop()} trains each layer independently, but correct: output follows "

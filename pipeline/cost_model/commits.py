@@ -31,6 +31,7 @@ def layers_per_commit(prices: Prices) -> int:
     phases, passes = phase_seconds(prices), prices.passes
     seconds = sum(phases.get(name, 0.0) for name in ("statistics", "reduce", "propagate"))
     seconds += phases["solve"] if passes.from_memory else 0.0  # otherwise layers are solved after the pass
+    seconds = seconds or phases.get("correct", 0.0)  # a walk that needs no statistics
     # The pass for importance commits only the hidden states of its shards, so its time is scaled to all shards.
     importance = phases.get("importance", 0.0) * passes.shards / max(1, passes.importance)
     of_layer = [each / passes.layers for each in (importance, seconds) if each]

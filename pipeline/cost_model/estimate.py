@@ -172,7 +172,7 @@ def _stored_models(manifest: Manifest) -> int:
 def _flops(job: PlannedJob, passes: PlannedPasses) -> tuple[float, float, float]:
     """Return the operations of forward passes, of moments and of solves."""
     tokens, groups = job.tokens, job.groups
-    forwards = (2 if passes.compressed else 1) if any(task.moments for task in job.tasks) else 0
+    forwards = (2 if passes.compressed else 1) if any(task.moments or task.corrections for task in job.tasks) else 0
     layers = sum(forward_flops(layer, job.sequence) for layer in job.geometry.layers)
     return (
         tokens * (forwards + passes.importance / passes.shards) * layers,

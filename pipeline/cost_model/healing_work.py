@@ -13,9 +13,9 @@ from pipeline.cost_model.rates import NOMINAL_CPU, Rates
 from pipeline.cost_model.work import scoring_flops
 from pipeline.families.geometry import Geometry
 from pipeline.kernels.teacher_rows import row_bytes
+from pipeline.units.sharding import EVALUATED_TOKENS, HELD_OUT
 
 DEFAULT_LENGTH = 2048  # tokens of a window in a job without calibration
-HELD_OUT_SHARE, HELD_OUT_TOKENS = 10, 32_768  # a tenth of the text is held out, at most so many tokens
 EVALUATIONS = 9
 PRODUCTS = 3.0  # forward, and two backward; the gradient of the embeddings and of the head is not computed
 CHECKPOINTED = 4.0  # the same, if the backward pass repeats the forward pass
@@ -104,7 +104,7 @@ def healing_work(manifest: Manifest, geometry: Geometry, share: float, itemsize:
             return None
         tokens = calibration.samples * calibration.sequence_length
     length = calibration.sequence_length if calibration else DEFAULT_LENGTH
-    held_out = min(tokens // HELD_OUT_SHARE, HELD_OUT_TOKENS)
+    held_out = min(tokens // HELD_OUT, EVALUATED_TOKENS)
     dense = scoring_flops(geometry, length)
     processes, layers = manifest.workers.max, geometry.num_layers
     activations = 4 * ACTIVATION_NUMBERS * geometry.hidden * layers * max(length, MICRO_TOKENS)

@@ -103,8 +103,8 @@ def _dense_phases(prices: Prices) -> dict[str, float]:
     latency = (statistics + collecting + adding + storing) / (1 + passes.ahead)  # several layers at once
     network = prices.cross_seconds(work.moment_bytes) + prices.pass_on_seconds()
     each = max(statistics, collecting, adding, network, latency, on_disk)
-    passing = layers * each
-    if passes.stores:  # otherwise layers are solved before their inputs are dropped, and commits are rare
+    passing = layers * each if work.statistics_flops else 0.0
+    if passing and passes.stores:  # otherwise layers are solved before their inputs are dropped, and commits are rare
         size = work.hidden_bytes + work.gradient_input_bytes + work.sample_bytes
         passing += passes.commits * _commit_wait(prices, each, statistics, size, collecting + adding + storing)
     solves, waiting = [solve_seconds(solve, rates) for solve in work.solves], prices.moment_wait_seconds()

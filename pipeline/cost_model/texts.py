@@ -39,7 +39,7 @@ def texts_seconds(manifest: Manifest, geometry: Geometry, evaluation: int, price
     Half of the workers score one model. Each of them builds every layer. The result is 0 for a job without statistics.
     """
     calibration, work, rates, passes = manifest.calibration, prices.work, prices.rates, prices.passes
-    if calibration is None or not (work.moment_flops or work.sample_bytes or passes.importance):
+    if calibration is None or not (work.moment_flops or work.sample_bytes or work.pair_bytes or passes.importance):
         return 0.0
     length = min(calibration.sequence_length, evaluation or calibration.sequence_length)
     windows = text_windows(calibration.samples, length) + text_windows(evaluation // length, length)

@@ -128,7 +128,7 @@ def layer_work(job: PlannedJob, itemsize: int, gradient_tokens: int = 0, keep: f
         hidden_bytes=tokens * layer.hidden * itemsize,
         forward_flops=tokens * forward,
         packed_flops=tokens * packed,
-        statistics_flops=tokens * (forward - skipped),
+        statistics_flops=tokens * (forward - skipped) * _passes_dense(job),
         moment_flops=float(tokens * sum(_moment_flops(moment, layer) for moment in moments)),
         built_bytes=float(BUILT_BYTES * layer.numbers()),
         grid_flops=float(min(GRID_TOKENS, sequence) * forward) if moments else 0.0,
@@ -219,6 +219,11 @@ def _busiest(job: PlannedJob) -> _Busiest:
         # With `quantize`, tasks as methods claim them, without the moments for rounding.
         tasks=tuple((group.task(task.method) if job.manifest.quantize else task, group) for task, group in groups),
     )
+
+
+def _passes_dense(job: PlannedJob) -> bool:
+    """Return True if a pass of calibration text sums moments or measures importance, apart from corrections."""
+    return "importance" in job.passes.scores or any(task.moments for task in job.tasks)
 
 
 def _measured_tokens(manifest: Manifest) -> float:

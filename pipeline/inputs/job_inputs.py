@@ -145,8 +145,9 @@ class Inputs:
 
     @property
     def needs_calibration(self) -> bool:
-        """True if any method needs statistics, importance or training."""
-        return any(task.moments or task.refine for task in self.tasks) or "importance" in self.scores
+        """True if any method needs statistics, corrections, importance or training."""
+        needs = any(task.moments or task.corrections or task.refine for task in self.tasks)
+        return needs or "importance" in self.scores
 
     @property
     def max_loss(self) -> float | None:
@@ -262,9 +263,10 @@ def _check_held_experts(manifest: Manifest, geometry: Geometry, tasks: Sequence[
     for task in tasks:
         experts, held = geometry.layers[task.layer].num_experts, manifest.workers.experts
         if task.corrections and experts > held:
+            field = f"methods.{task.method}" if task.method < len(manifest.methods) else "quantize"
             raise InputError(
-                f"methods.{task.method}.correct: output fits the experts of a layer together; layer {task.layer} has "
-                f"{experts}, and a worker holds {held}: set workers.experts: {experts}, or leave out correct"
+                f"{field}.correct: output passes all experts of a layer together; layer {task.layer} has {experts}, "
+                f"and a worker holds {held}: set workers.experts: {experts}, or leave out correct"
             )
 
 

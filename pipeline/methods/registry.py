@@ -90,8 +90,15 @@ def build_methods(manifest: Manifest) -> tuple[Method[Any], ...]:
     methods = tuple(METHODS[type(entry)](entry.in_steps_of(multiple), routed_only) for entry in manifest.methods)
     if manifest.quantize is None:
         return methods
-    skip, outer, chosen_bits = manifest.quantize.skip, manifest.quantize.outer_roles, manifest.quantize.bits == "auto"
-    rest = Unchanged(routed_only=routed_only, others=methods, skip=skip, chosen_bits=chosen_bits, outer=outer)
+    quantize = manifest.quantize
+    rest = Unchanged(
+        routed_only=routed_only,
+        others=methods,
+        skip=quantize.skip,
+        chosen_bits=quantize.bits == "auto",
+        outer=quantize.outer_roles,
+        ridges=quantize.correct_ridges if quantize.correct == "output" else None,
+    )
     return (*methods, rest)
 
 

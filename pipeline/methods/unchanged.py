@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from manifests.method_entry import MethodEntry
 from manifests.quantize import OUTER_BITS, is_skipped
 from manifests.records import Curve, FormSpec
-from pipeline.families.blocks import roles_of
+from pipeline.families.blocks import Block, Matrix, roles_of
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.base import Group, Method
-from pipeline.methods.method import Ranks, Scores, Solution, Task
+from pipeline.methods.method import Moment, Ranks, Scores, Solution, Task, Weights
+from pipeline.methods.moments import pair
+from pipeline.methods.pairs import carry, complete
 from pipeline.ranks.budget import RankKey, RankVariable
 from pipeline.ranks.curves import Point, to_columns
 
@@ -41,10 +43,29 @@ class Whole(Group[MethodEntry]):
 
 
 @dataclass(frozen=True)
+class Corrected(Whole):
+    """Matrices with a common input, fitted behind the rounded layers before them. `corrections`: one pair.
+
+    `ridges`: of what reads the residual stream, and of what writes to it.
+    """
+
+    ridges: tuple[float, float] = field(default=(0.0, 0.0), kw_only=True)
+
+    def correct(self, ranks: Ranks, before: Weights) -> Solution:
+        """Apply the correction of the pair at the matrices' input."""
+        (pair_of_input,), (readers, writers), matrix = self.corrections, self.ridges, self.matrices[0]
+        if not matrix.writes_stream:
+            return Solution(carry(self.statistics, pair_of_input, self.weights, self.matrices, readers).weights, {}, {})
+        completed = complete(self.statistics, pair_of_input, self.weight(matrix), writers)
+        return Solution({**self.weights, matrix.weight_key: completed.weight}, {}, {})
+
+
+@dataclass(frozen=True)
 class Unchanged(Method[MethodEntry]):
     """Claims every linear role that `others` do not claim, except those of `skip`.
 
-    `outer`: further roles outside the layers, whose ranks are fixed (`outer_ranks`).
+    `outer`: further roles outside the layers, whose ranks are fixed (`outer_ranks`). `ridges`: of the corrections of
+    what reads a block's input and of what writes to the residual stream, routed experts apart; None: no corrections.
     """
 
     entry: MethodEntry = field(default_factory=MethodEntry)
@@ -52,6 +73,7 @@ class Unchanged(Method[MethodEntry]):
     skip: tuple[str, ...] = ()
     chosen_bits: bool = False
     outer: tuple[str, ...] = ()
+    ridges: tuple[float, float] | None = None
     name: ClassVar[str] = "quantize"
     listed: ClassVar[bool] = False
 
@@ -73,7 +95,7 @@ class Unchanged(Method[MethodEntry]):
 
     def group(self, task: Task, layer: LayerGeometry) -> Whole:
         """Return the group of a task, which names the roles that other methods leave."""
-        return Whole(self.entry, layer, task.name, task.roles)
+        return self._whole(layer, task.name, task.roles, task.corrections)
 
     def outer_ranks(self, geometry: Geometry) -> dict[tuple[int, str], dict[str, int]]:
         """Map layer and name of each role outside the layers to its ranks, with `OUTER_BITS` if bits are chosen."""
@@ -93,14 +115,26 @@ class Unchanged(Method[MethodEntry]):
         for block in layer.matrix_blocks:
             for name, matrices in block.by_input.items():
                 inside = (role for role in roles_of(matrices) if not self.routed_only or role in layer.routed_roles)
-                yield Whole(self.entry, layer, name, tuple(role for role in inside if not is_skipped(role, self.skip)))
+                free = tuple(role for role in inside if not is_skipped(role, self.skip))
+                yield self._whole(layer, name, free, self._corrections(layer, block, matrices[0]))
+
+    def _corrections(self, layer: LayerGeometry, block: Block, first: Matrix) -> tuple[Moment, ...]:
+        """Return the pair at the common input of some matrices of a block, if they are corrected."""
+        at_ends = first.reads in (block.input, block.writer.reads)  # not between a latent and its heads
+        corrects = self.ridges is not None and at_ends and first.role not in layer.routed_roles
+        return (pair(first.reads),) if corrects else ()
+
+    def _whole(self, layer: LayerGeometry, name: str, roles: tuple[str, ...], corrections: tuple[Moment, ...]) -> Whole:
+        if not corrections or self.ridges is None:
+            return Whole(self.entry, layer, name, roles)
+        return Corrected(self.entry, layer, name, roles, corrections=corrections, ridges=self.ridges)
 
     def _inside(self, geometry: Geometry) -> Iterator[Whole]:
         others = (group for other in self.others for group in other.claims(geometry))
         claimed = {(group.layer, role) for group in others for role in group.roles}
         for group in (group for layer in geometry.layers for group in self.groups(layer)):
             if free := tuple(role for role in group.roles if (group.layer, role) not in claimed):
-                yield Whole(self.entry, group.geometry, group.name, free)
+                yield replace(group, roles=free)
 
     def _outside(self, geometry: Geometry) -> Iterator[Whole]:
         for layer in geometry.layers:

@@ -33,6 +33,7 @@ def rounded_tasks(tasks: Sequence[Task], manifest: Manifest, geometry: Geometry)
     _check_value_ranks(manifest, geometry)
     _check_ends(manifest.quantize, geometry)
     _check_groups(manifest.quantize, geometry)
+    _check_corrections(manifest, tasks)
     return tuple(with_moments(task, manifest, geometry.layers[task.layer]) for task in tasks)
 
 
@@ -42,6 +43,9 @@ def with_moments(task: Task, manifest: Manifest, layer: LayerGeometry) -> Task:
     if quantize is None or quantize.feedback is False:
         return task
     roles = [role for role in task.roles if not quantize.skips(role)]
+    if quantize.correct == "output":  # the pair at a corrected input has its moment
+        corrected = {pair.point for pair in task.corrections}
+        roles = [role for role in roles if layer.reads.get(role) not in corrected]
     needed = input_moments([role for role in roles if not _sampled(role, task, layer)], layer.reads)
     if quantize.feedback == "both":
         needed += tuple(output_moments(roles, layer).values())
@@ -131,6 +135,16 @@ def _check_ends(quantize: Quantize, geometry: Geometry) -> None:
         raise InputError(
             "quantize.what: all: this model ties its head to its embeddings (tie_word_embeddings), and the "
             "pack-quantized layout holds codes for a table or for a linear, not for both; use what: factors"
+        )
+
+
+def _check_corrections(manifest: Manifest, tasks: Sequence[Task]) -> None:
+    assert manifest.quantize is not None
+    own = (task for task in tasks if task.method == len(manifest.methods))
+    if manifest.quantize.correct == "output" and not any(task.corrections for task in own):
+        raise InputError(
+            "quantize.correct: output: the methods claim all matrices that it would correct; leave it out, or write "
+            "correct: output under loss_aware"
         )
 
 

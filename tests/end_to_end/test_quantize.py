@@ -166,6 +166,17 @@ def test_a_killed_job_goes_on_and_one_of_other_bits_reuses_the_pass(wide: Path, 
             {"quantize.feedback": "both", "methods": [{**PLAIN, "correct": "output", "keep": 0.8}]},
             "methods.0 (loss_aware) rounds behind its corrected or trained layers",
         ),
+        ({"quantize.correct": "output", "calibration": None}, "quantize.correct: output passes calibration text"),
+        (
+            {"quantize.correct": "output", "calibration.propagate": "compressed"},
+            "give calibration, with propagate: dense",
+        ),
+        ({"quantize.correct": "output", "quantize.feedback": False}, "leave out feedback: false, or correct"),
+        ({"quantize.correct": "output", "quantize.bits": "auto"}, "correct: output needs given bits"),
+        (
+            {"quantize.correct": "output", "methods": [{**PLAIN, "keep": 0.8}]},
+            "the methods claim all matrices that it would correct",
+        ),
         ({"model.source": "thin"}, "has less than 16 in common with what is read: q reads 40 numbers, k reads"),
         ({"model.source": "tied", "quantize.what": "all"}, "quantize.what: all: this model ties its head"),
         ({"quantize.bits": 5}, "quantize.bits: should be 8, 4, 3, 2 or 'auto'"),
@@ -347,6 +358,27 @@ def test_corrections_make_up_for_rounding(wide: Path, job: MakeJob) -> None:
         name for name in read_tensors(plain.output) if name.endswith("_packed")
     }
     assert command("verify", str(corrected.output), "--source", str(wide), "--json").code == 0
+
+
+def test_rounded_layers_are_corrected_without_a_method(wide: Path, job: MakeJob) -> None:
+    """Every matrix is fitted behind the rounded ones before it. No pass sums moments before this walk."""
+    asked = {"budget": None, "calibration.samples": 48, "evaluation": {}}
+    corrected, plain = (
+        job(wide, methods=[], **asked, **rounding(3, correct=correct)) for correct in ("output", "none")
+    )
+    ends = [made.run().json for made in (corrected, plain)]
+    lost = [end["held_out"]["divergence"] for end in ends]
+    assert lost[0] < 0.95 * lost[1]
+    assert not [*(corrected.run_dir / "ledger").glob("dense.*")]
+    groups = corrected.compression()["layers"][1]["groups"].values()
+    assert not any("nearest" in found for found in groups)
+    assert read_tensors(corrected.output).keys() == read_tensors(plain.output).keys()
+    assert command("verify", str(corrected.output), "--source", str(wide), "--json").code == 0
+    before = file_digests(corrected.output)
+    for entry in (corrected.run_dir / "ledger").glob("layer.00001.*"):
+        entry.unlink()
+    assert corrected.run().code == 0
+    assert file_digests(corrected.output) == before
 
 
 SKIPPED = {

@@ -201,3 +201,20 @@ def test_codes_of_experts_that_transformers_cannot_read_are_refused(
     assert relative_error(logits_of(model, ids_BT), logits_of(plain_model(made.output), ids_BT)) < 1e-5
     assert not [name for name in read_tensors(made.root / "unrounded") if "weight_" in name]
     assert "--to stock --multiply-out DEST" in (made.output / "README.md").read_text()
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gptj", "deepseek_v3", "llama4_text"])
+def test_what_is_no_routed_expert_is_corrected(family: str, tmp_path: Path, job: MakeJob) -> None:
+    """Behind a norm, beside an MLP that reads the same, around latents, and in front of experts."""
+    source = make_source(tmp_path / "source", family, 2)
+    made = job(
+        source,
+        methods=[],
+        budget=None,
+        quantize={"bits": 8, "group": None, "correct": "output"},
+        **{"calibration.propagate": "dense"},
+    )
+    assert made.run().code == 0
+    verified = command("verify", str(made.output), "--source", str(source), "--json")
+    assert verified.code == 0, verified.out + verified.err
+    assert made.compression()["held_out"]["divergence"] < 0.01

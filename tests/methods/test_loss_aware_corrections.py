@@ -16,9 +16,9 @@ from pipeline.methods.base import Group
 from pipeline.methods.loss_aware.attention import Values
 from pipeline.methods.loss_aware.mlp import MLP
 from pipeline.methods.loss_aware.mlp_solver import Solver
-from pipeline.methods.loss_aware.pairs import carry, complete
 from pipeline.methods.method import Moment, Ranks, Solution, Statistics
 from pipeline.methods.moments import pair
+from pipeline.methods.pairs import carry, complete
 from pipeline.ranks.curves import from_columns
 from tests.methods.loss_aware_weights import make_statistics, make_weights, rebuild
 from tests.methods.test_loss_aware import GEOMETRIES, group_of, method_of

@@ -31,10 +31,10 @@ from pipeline.kernels.sensitivity import (
 )
 from pipeline.kernels.spectra import weighted_head_pca
 from pipeline.kernels.value_output import ValueOutputProblem, fit_value_output, output_of, value_output_problem
-from pipeline.methods.loss_aware.pairs import carry, complete
 from pipeline.methods.loss_aware.stacks import NO_WIDTHS, Stack, Stacked
 from pipeline.methods.method import Ranks, Solution, Weights
 from pipeline.methods.moments import input_moment, output_gradient
+from pipeline.methods.pairs import carry, complete
 from pipeline.methods.tensors import biases_of, encoded_values
 from pipeline.methods.work import BASES, Work, directed_output, value_curve
 from pipeline.ranks.curves import Point, steps, to_columns, up_to_whole

@@ -22,10 +22,10 @@ from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.narrow_latent import narrowed_latent
 from pipeline.kernels.sensitivity import Directions, input_directions, least_losses, losses_by_rank
 from pipeline.methods.loss_aware.attention import VALUE, Heads, HeadValues
-from pipeline.methods.loss_aware.pairs import carry, complete
 from pipeline.methods.loss_aware.stacks import Stacked
 from pipeline.methods.method import Moment, Ranks, Solution, Weights
 from pipeline.methods.moments import input_moment, output_gradient, pair, pull
+from pipeline.methods.pairs import carry, complete
 from pipeline.methods.tensors import biases_of
 from pipeline.methods.work import Work, directed_output, directed_stack, direction_losses, directions
 from pipeline.ranks.budget import RankVariable

@@ -21,9 +21,9 @@ from pipeline.kernels.interpolation import interpolate
 from pipeline.methods.loss_aware.mlp_sample import routing_sample, sample_of
 from pipeline.methods.loss_aware.mlp_sizes import WIDTH, Sizes, encode_widths
 from pipeline.methods.loss_aware.mlp_solver import CACHE_BYTES, Solver
-from pipeline.methods.loss_aware.pairs import carry, complete
 from pipeline.methods.method import Ranks, Solution, Weights
 from pipeline.methods.moments import input_moment, output_gradient, pair
+from pipeline.methods.pairs import carry, complete
 from pipeline.methods.work import Work, elimination, is_narrow, mlp_curve, mlp_fit, spectra
 from pipeline.ranks.curves import Point, merged, to_columns, up_to_whole
 

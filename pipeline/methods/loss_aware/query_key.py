@@ -12,9 +12,9 @@ from torch import Tensor
 
 from manifests.records import Curve
 from pipeline.kernels.sensitivity import Directions, input_directions, least_losses, losses_by_rank
-from pipeline.methods.loss_aware.pairs import carry
 from pipeline.methods.loss_aware.stacks import Stack, Stacked
 from pipeline.methods.method import Ranks, Solution, Weights
+from pipeline.methods.pairs import carry
 from pipeline.methods.tensors import biases_of
 from pipeline.methods.work import Work, directed_stack, direction_losses
 from pipeline.ranks.curves import to_columns, up_to_whole
