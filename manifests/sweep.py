@@ -252,6 +252,7 @@ def _rounding(quantize: Quantize | None) -> str:
     skipped = "".join(f"-{role}" for role in quantize.skip)
     levels = "" if quantize.levels == "uniform" else f"-{quantize.levels}"
     levels += "-both" if quantize.feedback == "both" else ""
+    levels += "-corrected" if quantize.correct == "output" else ""
     own = {name: getattr(quantize, name) for name in FORMER_CONSTANTS}
     constants = "".join(
         f"-{name}{value:g}" for name, value in own.items() if value != Quantize.model_fields[name].default

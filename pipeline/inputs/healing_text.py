@@ -97,7 +97,7 @@ def calibration_as_text(
         if wanted > windows:
             raise InputError(_too_few(manifest, wanted * length, windows * length))
         samples = samples[torch.arange(wanted) * windows // wanted]
-    held_out = held_out[: _evaluated(len(held_out) * HELD_OUT, length)]
+    held_out = held_out[: max(1, EVALUATED_TOKENS // length)]
     return HealingTokens(samples, held_out, prefix, _names([text for text, _ in manifest.calibration.texts]))
 
 

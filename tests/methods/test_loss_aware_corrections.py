@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipeline.families.blocks import Matrix
 from pipeline.families.geometry import Geometry
+from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.base import Group
 from pipeline.methods.loss_aware.attention import Values
 from pipeline.methods.loss_aware.mlp import MLP
@@ -19,7 +20,9 @@ from pipeline.methods.loss_aware.mlp_solver import Solver
 from pipeline.methods.method import Moment, Ranks, Solution, Statistics
 from pipeline.methods.moments import pair
 from pipeline.methods.pairs import carry, complete
+from pipeline.methods.unchanged import WHOLE, Unchanged
 from pipeline.ranks.curves import from_columns
+from tests import factories
 from tests.methods.loss_aware_weights import make_statistics, make_weights, rebuild
 from tests.methods.test_loss_aware import GEOMETRIES, group_of, method_of
 from tests.tensors import randn
@@ -161,3 +164,40 @@ def test_pairs_are_asked_for_in_the_order_of_the_layer() -> None:
         "mlp": ["mlp.in", "down.in"],
     }
     assert all(not group.corrections for group in method_of().claims(where))
+
+
+RIDGES = (RIDGE, 10 * RIDGE)
+
+
+@pytest.mark.parametrize("geometry", ["gqa", "biased", "opt", "gptj"])
+def test_matrices_of_no_method_are_fitted_likewise(geometry: str) -> None:
+    """Readers to the dense inputs, writers to what is missing behind them, each with its own ridge; biases stay."""
+    where = GEOMETRIES[geometry]
+    groups = [group for group in Unchanged(ridges=RIDGES).claims(where) if group.layer == 0]
+    assert sorted(role for group in groups for role in group.roles) == sorted(where.layers[0].linear_roles)
+    for group in groups:
+        weights, (at_input,), matrix = make_weights(where, group.roles), group.corrections, group.matrices[0]
+        assert at_input == pair(matrix.reads)
+        values_TF = randn(TOKENS, matrix.inputs)
+        writes = len(group.roles) == 1 and matrix.writes_stream
+        errors_TE = 0.5 * randn(TOKENS, where.hidden if writes else matrix.inputs)
+        statistics = with_pair(values_TF, errors_TE, at_input)
+        found = group.with_data(weights, statistics).correct({WHOLE: 1}, {})
+        assert found.forms == {}
+        assert found.tensors.keys() == weights.keys()
+        for each in group.matrices:
+            weight_OI = weights[each.weight_key]
+            missing_TO = errors_TE if writes else errors_TE @ weight_OI.T
+            expected = weight_OI + ridged(values_TF, missing_TO, RIDGES[writes])
+            torch.testing.assert_close(found.tensors[each.weight_key], expected)
+        assert all(torch.equal(found.tensors[key], weights[key]) for key in weights if key.endswith(".bias"))
+    assert not any(group.corrections for group in Unchanged().claims(where))
+
+
+def test_routed_experts_and_readers_of_latents_are_not_fitted() -> None:
+    where = geometry_of(standard_config(factories.make_config("deepseek_v3").to_dict()))
+    corrected = {role for group in Unchanged(ridges=RIDGES).claims(where) for role in group.roles if group.corrections}
+    layer = where.layers[-1]
+    assert not corrected & layer.routed_roles
+    assert {"q_a_proj", "kv_a_proj_with_mqa", "o_proj", "shared.down"} <= corrected
+    assert not corrected & {"q_b_proj", "kv_b_proj"}
