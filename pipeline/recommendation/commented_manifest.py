@@ -90,8 +90,8 @@ def _recipe(recipe: Recipe, goal: Goal) -> Iterator[str]:
     """Yield the methods and the rounding of a recipe."""
     corrects = recipe.bits == 4 and not recipe.entries and not goal.uncorrected and not goal.mixture
     if corrects:
-        yield "# With `correct: output` each layer compensates the error of the rounded layers before it: a third less"
-        yield "# loss, for the time of several more passes of the text. Leave it out to save that."
+        yield "# With `correct: output` each layer compensates the error of the rounded layers before it: a quarter"
+        yield "# less loss, for the time of several more passes of the text. Leave it out to save that."
     if recipe.bits is not None:
         yield _quantize(recipe.bits, recipe.levels, goal.unrounded, corrects)
     yield f"methods: [{', '.join(recipe.entries)}]  # {recipe.label}"

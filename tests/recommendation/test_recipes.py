@@ -37,13 +37,15 @@ def test_every_recipe_is_a_manifest(engine: str, device: str, rounds: bool, mixt
     candidates = recipes(fit, 16, rounds or not mixture, corrected=True, mixture=mixture)
     assert candidates
     for recipe in candidates:
-        goal = Goal("fit", fit.memory, ("down",), fit=fit, recipe=recipe)
+        goal = Goal("fit", fit.memory, ("down",), fit=fit, recipe=recipe, mixture=mixture)
         text = commented_manifest("init", PLACES, goal, SETTINGS)
         manifest = parse_manifest(decode_document(text.encode(), "it"), "it")
         assert manifest.budget is not None
         assert manifest.budget.fit == fit
         assert (manifest.quantize and manifest.quantize.bits) == recipe.bits
         assert len(manifest.methods) == len(recipe.entries)
+        corrects = recipe.bits == 4 and not recipe.entries and not mixture
+        assert manifest.quantize is None or manifest.quantize.correct == ("output" if corrects else "none")
     assert goal.label == "fits-24GB"
 
 
