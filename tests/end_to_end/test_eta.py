@@ -30,6 +30,12 @@ JOBS: dict[str, dict[str, Any]] = {
         "budget": {"max_loss": 0.4},
     },
     "corrected": {"methods": [{"method": "loss_aware", "correct": "output"}], "calibration.propagate": "dense"},
+    "corrected rounding": {
+        "methods": [],
+        "budget": None,
+        "quantize": {"bits": 4, "group": None, "correct": "output"},
+        "calibration.propagate": "dense",
+    },
 }
 
 
@@ -52,6 +58,7 @@ CUTS = {  # job -> the entry that an interruption prevents
     "by loss": "curves/00001",
     "within a loss": "tries/",
     "corrected": "layer/00001",
+    "corrected rounding": "layer/00001",
 }
 
 

@@ -27,6 +27,7 @@ LOSS_AWARE = {"method": "loss_aware"}
 SCHEDULES: dict[str, dict[str, Any]] = {  # the changes of a manifest
     "gradients": {**DENSE, "methods": [LOSS_AWARE]},
     "corrected": {**ROUNDED, "methods": [{**LOSS_AWARE, "correct": "output"}]},
+    "rounded": {**DENSE, "methods": [], "budget": None, "quantize": {"bits": 4, "group": None, "correct": "output"}},
     "refined": {**TRAINED, "methods": [{**LOSS_AWARE, "refine": {"steps": 15}}]},
     "refined-dense": {**TRAINED, "methods": [{**LOSS_AWARE, "refine": {"steps": 15, "inputs": "dense"}}]},
     "refined-mixed": {**TRAINED, "methods": [{**LOSS_AWARE, "refine": {"steps": 15, "inputs": "mixed"}}]},

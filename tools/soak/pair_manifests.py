@@ -133,6 +133,9 @@ def _mend_blocks_(document: Entry, random: Random, grouped: bool) -> None:
         document["budget"] = {"bytes": round(random.uniform(0.2, 0.9), 2)}
     if quantize and not document.get("calibration"):
         quantize.pop("feedback", None)
+    if quantize and quantize.get("correct") == "output":
+        quantize |= {"bits": 4 if quantize["bits"] == "auto" else quantize["bits"], "feedback": None}
+        document.setdefault("calibration", _draw_calibration(random, 20))["propagate"] = "dense"
     if quantize and any(entry["method"] == "lestd" for entry in entries):
         document.pop("quantize")
     if not entries:
@@ -229,6 +232,8 @@ def _draw_quantize(random: Random) -> Entry:
         quantize["skip"] = random.sample((*QUANTIZED_ROLES, *OUTER_ROLES), random.randint(1, 3))
     if random.random() < 0.3:
         quantize["feedback"] = random.random() < 0.5
+    if random.random() < 0.25:
+        quantize["correct"] = "output"
     return quantize
 
 
