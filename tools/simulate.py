@@ -31,7 +31,6 @@ LLAMA = {
     "405B": {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128,
              "num_key_value_heads": 8},
 }  # fmt: skip
-ITEMSIZE = 2  # bfloat16
 SHARDS, LENGTH = 256, 4096  # a sample each
 
 
@@ -53,7 +52,7 @@ def manifest_of(propagate: str, keep: bool | None = None, **entry: Any) -> Manif
 
 def prices_for(manifest: Manifest, shape: Geometry, rates: Rates) -> Prices:
     """Return the prices of a job that keeps 0.8 of a model's numbers."""
-    return prices_of(PlannedJob.of(manifest, shape), ITEMSIZE, rates, keep=0.8)
+    return prices_of(PlannedJob.of(manifest, shape), rates, keep=0.8)
 
 
 def predict(

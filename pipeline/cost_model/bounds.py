@@ -14,8 +14,6 @@ from pipeline.methods.method import Task
 from pipeline.methods.registry import Methods, saved_numbers
 from pipeline.methods.rounded_size import rounding_overhead
 
-MOST_BITS = 8  # the largest choice of bits
-
 
 @dataclass(frozen=True)
 class Size:
@@ -138,5 +136,4 @@ def _is_rounded(quantize: Quantize, layer: LayerGeometry, role: str) -> bool:
 
 
 def _code_bits(quantize: Quantize, role: str) -> int:
-    chosen = OUTER_BITS if role in OUTER_ROLES else MOST_BITS
-    return chosen if quantize.bits == "auto" else quantize.bits
+    return OUTER_BITS if quantize.bits == "auto" and role in OUTER_ROLES else max(quantize.choices)

@@ -9,7 +9,6 @@ from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.cost_model.rates import Rates
 from pipeline.driver.in_flight import layers_ahead
 from pipeline.driver.job_spec import solves_in_pass
-from pipeline.units.sharding import held_out_windows
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,6 @@ def planned_passes(job: PlannedJob) -> PlannedPasses:
     manifest, geometry, passes = job.manifest, job.geometry, job.passes
     calibration = manifest.calibration
     shards = passes.shards if calibration else geometry.num_layers
-    samples, length = (calibration.samples, calibration.sequence_length) if calibration else (1, 1)
     compressed = passes.propagate == "compressed"
     return PlannedPasses(
         geometry.num_layers,
@@ -111,7 +109,7 @@ def planned_passes(job: PlannedJob) -> PlannedPasses:
         every=manifest.resume.every if isinstance(manifest.resume.every, int) else 0,
         gradient_shards=max(1, len(passes.gradient_shards)),
         local_gradients=passes.gradient == "local",
-        held_out_shards=max(1, min(shards, held_out_windows(samples, samples, length))),
+        held_out_shards=max(1, min(shards, job.held_out_windows)),
         in_pass=solves_in_pass(passes.propagate, job.tasks, ranks_wait=bool(passes.scores or job.predicted)),
         keep_statistics=passes.keep_statistics,
         joined=calibration is not None and geometry.streams(manifest.workers.experts),

@@ -21,6 +21,7 @@ from pipeline.methods.registry import (
     task_groups,
     tasks_by_layer,
 )
+from pipeline.units.sharding import held_out_windows
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +44,11 @@ class PlannedJob:
         return cls(manifest, geometry, methods, claim_tasks(methods, geometry) if tasks is None else tasks)
 
     @property
+    def itemsize(self) -> int:
+        """The bytes of a number in the forward pass, whose dtype is that of most stored numbers."""
+        return self.geometry.bits // 8
+
+    @property
     def sequence(self) -> int:
         """The tokens of a calibration sample; 0 without text."""
         return self.manifest.calibration.sequence_length if self.manifest.calibration else 0
@@ -51,6 +57,17 @@ class PlannedJob:
     def tokens(self) -> int:
         """The tokens of all calibration samples."""
         return self.manifest.calibration.samples * self.sequence if self.manifest.calibration else 0
+
+    @property
+    def hidden_bytes(self) -> int:
+        """The bytes of the hidden states of all calibration samples, at one layer."""
+        return self.tokens * self.geometry.hidden * self.itemsize
+
+    @property
+    def held_out_windows(self) -> int:
+        """The windows of held-out text, each as long as a sample; 0 without text."""
+        calibration = self.manifest.calibration
+        return held_out_windows(calibration.samples, calibration.samples, self.sequence) if calibration else 0
 
     @cached_property
     def passes(self) -> CalibrationPasses:

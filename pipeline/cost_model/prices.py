@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from pipeline.cost_model.passes import PlannedPasses, planned_passes
 from pipeline.cost_model.planned_job import PlannedJob
-from pipeline.cost_model.rates import Rates
+from pipeline.cost_model.rates import DIGEST_THREADS, Rates
 from pipeline.cost_model.refinement_work import UNREFINED
 from pipeline.cost_model.work import LayerWork, layer_work
 from pipeline.units.scores import scorers
@@ -17,7 +17,6 @@ from pipeline.units.scores import scorers
 START_SECONDS = 5.0  # start of a local Ray and its workers, measured on a CPU
 WORKERS_SECONDS = 3.0  # the workers' part of it, which is repeated for every evaluated model
 ASSEMBLE_SECONDS = 0.5  # without the last layer
-DIGEST_THREADS = 16  # as `stores.threads`
 COPIES = 2  # a shard's hidden states are copied to the device and back
 
 
@@ -176,6 +175,6 @@ class Prices:
         return max(size / self.rates.disk, self.cross_seconds(size))
 
 
-def prices_of(job: PlannedJob, itemsize: int, rates: Rates, keep: float = 1.0) -> Prices:
-    """Return the prices of a job. `itemsize`: bytes of a number in the forward pass. `keep`: as in `layer_work`."""
-    return Prices(layer_work(job, itemsize, job.gradient_tokens, keep), rates, planned_passes(job))
+def prices_of(job: PlannedJob, rates: Rates, keep: float = 1.0) -> Prices:
+    """Return the prices of a job. `keep`: as in `layer_work`."""
+    return Prices(layer_work(job, keep), rates, planned_passes(job))

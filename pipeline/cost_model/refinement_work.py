@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from manifests.method_entry import Refine
 from manifests.schema import Manifest
 from pipeline.cost_model.passes import PlannedPasses
-from pipeline.cost_model.rates import Rates
+from pipeline.cost_model.rates import BACK, Rates
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.descent import descent_flops
 from pipeline.kernels.refinement import CHECKS, held_out_samples, step_samples, training_steps
 
-BACK = 3  # the cost of a forward and a backward pass, in forward passes
 MEASURED = CHECKS + 3  # passes that measure errors: at each check and at the start; two on training samples
 SCALED = 1  # one more pass of held-out samples, which scales the two errors
 TRAINED_BYTES = 30  # per number: itself, its gradient, its momentum, four copies, and one in half precision

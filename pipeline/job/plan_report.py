@@ -21,7 +21,7 @@ from pipeline.checkpoint.engines import planned_lines
 from pipeline.checkpoint.planned_size import plan_of
 from pipeline.console.amounts import duration
 from pipeline.cost_model.commits import committed_bytes, layers_per_commit
-from pipeline.cost_model.estimate import expert_remarks, make_plan, rank_remarks, source_remarks
+from pipeline.cost_model.estimate import make_plan
 from pipeline.cost_model.healing_work import healing_work
 from pipeline.cost_model.passes import PlannedPasses
 from pipeline.cost_model.phases import object_store_bytes, phase_seconds, scored_seconds, solving_seconds
@@ -29,6 +29,7 @@ from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.cost_model.prices import WORKERS_SECONDS, Prices, prices_of
 from pipeline.cost_model.probe import ProbedShape, measured_rates
 from pipeline.cost_model.rates import Rates, rates_of
+from pipeline.cost_model.remarks import text_remarks
 from pipeline.cost_model.texts import amount_seconds, job_seconds
 from pipeline.driver.ledger_keys import SAMPLES
 from pipeline.families.geometry import Geometry
@@ -77,11 +78,11 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
         standard, geometry, dtype = _of_config(config)
         manifest, serving = fitted(manifest, standard, geometry, geometry.model_bytes())
         job = PlannedJob(manifest, geometry, *fit_methods(manifest, geometry))
-        remarks = [*rank_remarks(job), *expert_remarks(manifest, geometry), *source_remarks(job)]
-        plan = make_plan(job, dtype.itemsize, geometry.model_bytes())
+        remarks = [*text_remarks(job)]
+        plan = make_plan(job, geometry.model_bytes())
     manifest, geometry = measuring_layers(job), job.geometry
     rates = rates_from(source, manifest, geometry, dtype)
-    prices = prices_of(job, dtype.itemsize, rates, plan.kept)
+    prices = prices_of(job, rates, plan.kept)
     tokens = evaluation_tokens(inputs) if inputs else None
     passes = prices.passes
     phases = job_seconds(manifest, geometry, prices, tokens.ids.shape if tokens else ())
@@ -102,7 +103,7 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
         phases["evaluate"] = models * (WORKERS_SECONDS + evaluate)
     of_tasks, unknown = tasks_seconds(inputs, manifest.evaluation, rates, passes.workers)
     phases |= {"tasks": of_tasks} if of_tasks else {}
-    healing = healing_work(manifest, geometry, plan.kept, dtype.itemsize)
+    healing = healing_work(manifest, geometry, plan.kept)
     phases |= healing.seconds(rates, passes.workers) if healing else {}
     report = plan.report() | stored_bytes(prices, manifest) | seconds_of(phases, rates)
     report |= healing.report(rates) if healing else {}

@@ -43,7 +43,7 @@ def job_eta(job: JobContext, rates: Rates) -> Eta:
     """Return the phases ahead of a job that begins or resumes. A search for a size is counted as `TRIED` sizes,
     each with its phases. For a sweep see `pipeline.sweeping.sweep_plan.sweep_eta`."""
     inputs, manifest = job.inputs, job.manifest
-    prices = prices_of(inputs.planned, inputs.dtype.itemsize, rates, job.plan.kept)
+    prices = prices_of(inputs.planned, rates, job.plan.kept)
     alone = prices.of_layers_alone(rounds=not manifest.measures_unrounded)
     seconds = job_seconds(manifest, inputs.geometry, prices, job.evaluation.ids.shape if job.evaluation else ())
     remaining = _Remaining(job, prices.passes, seconds, phase_seconds(alone))
@@ -67,7 +67,7 @@ def healing_phases(job: JobContext, inputs: Inputs, plan: Plan, rates: Rates) ->
     manifest, geometry = inputs.manifest, inputs.geometry
     assert manifest.heal is not None
     read = manifest.heal.model_copy(update={"tokens": healing_tokens(job).trained.numel()})
-    work = healing_work(manifest.model_copy(update={"heal": read}), geometry, plan.kept, inputs.dtype.itemsize)
+    work = healing_work(manifest.model_copy(update={"heal": read}), geometry, plan.kept)
     assert work is not None, "the number of tokens is known"
     seconds = work.seconds(rates, manifest.workers.max)
     names = ("score teacher", "heal") if job.ledger.get(TEACHER) is None else ("heal",)

@@ -245,7 +245,7 @@ def _planned_memory(job: JobContext, sizes: TextSizes) -> TrainingMemory:
     assert job.manifest.heal is not None
     read = job.manifest.heal.model_copy(update={"tokens": sizes.tokens})
     manifest = job.manifest.model_copy(update={"heal": read})
-    work = healing_work(manifest, job.inputs.geometry, plan_of(job.inputs).kept, job.inputs.dtype.itemsize)
+    work = healing_work(manifest, job.inputs.geometry, plan_of(job.inputs).kept)
     assert work is not None, "the number of tokens is known"
     return work.memory
 

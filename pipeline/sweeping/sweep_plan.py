@@ -159,7 +159,7 @@ def _seconds(inputs: Inputs, evaluation: EvaluationTokens | None, rates: Rates) 
 @lru_cache(maxsize=256)  # as of its plan
 def _prices(inputs: Inputs, rates: Rates) -> Prices:
     """Return the prices of a job with these inputs. A sweep does not solve layers during the pass."""
-    prices = prices_of(inputs.planned, inputs.dtype.itemsize, rates, _plan(inputs).kept)
+    prices = prices_of(inputs.planned, rates, _plan(inputs).kept)
     return replace(prices, passes=replace(prices.passes, in_pass=False))
 
 
@@ -171,7 +171,7 @@ def _scoring(seconds: dict[str, float]) -> float:
 @lru_cache(maxsize=256)
 def _healing(inputs: Inputs) -> HealingWork | None:
     """Return the work of healing a point; None if it is not healed, or of a text of unknown length."""
-    return healing_work(inputs.manifest, inputs.geometry, _plan(inputs).kept, inputs.dtype.itemsize)
+    return healing_work(inputs.manifest, inputs.geometry, _plan(inputs).kept)
 
 
 @lru_cache(maxsize=256)  # the plan of a point is needed in several places

@@ -12,13 +12,14 @@ import pytest
 
 from manifests.schema import Manifest
 from pipeline.console.amounts import duration
-from pipeline.cost_model.estimate import DRIVER_BYTES, Plan, make_plan, rank_remarks
+from pipeline.cost_model.estimate import DRIVER_BYTES, Plan, make_plan
 from pipeline.cost_model.memory import KEPT_BYTES, PROCESS_BYTES, moment_bytes, solve_bytes
 from pipeline.cost_model.passes import PlannedPasses
 from pipeline.cost_model.phases import phase_seconds
 from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.cost_model.prices import WORKERS_SECONDS, Prices
 from pipeline.cost_model.rates import NOMINAL_CPU, rates_of
+from pipeline.cost_model.remarks import rank_remarks
 from pipeline.cost_model.solve_work import eigen_flops, solve_flops, solve_seconds, solve_work
 from pipeline.cost_model.vocabulary import TOKENIZER_BYTES
 from pipeline.cost_model.work import layer_work
@@ -47,8 +48,8 @@ def calibration(**changes: Any) -> dict[str, Any]:
     return {"text": TEXT, **cut, "propagate": "compressed", **changes}
 
 
-def plan_of(job: Manifest, geometry: Geometry, itemsize: int = 2, source_bytes: int = 1000) -> Plan:
-    return make_plan(PlannedJob.of(job, geometry), itemsize, source_bytes)
+def plan_of(job: Manifest, geometry: Geometry, source_bytes: int = 1000) -> Plan:
+    return make_plan(PlannedJob.of(job, geometry), source_bytes)
 
 
 def rounded_job(job: Manifest, geometry: Geometry) -> PlannedJob:
@@ -151,18 +152,18 @@ def test_what_following_the_loss_takes() -> None:
     (mlp,) = (task for task in planned.tasks if (task.layer, task.name) == (0, "mlp"))
     square = 8 * (80 * 80 + 2 * 48 * 48 + 2 * 80)  # of what down reads; of what gate and up read, and the metric
     assert solve_bytes(mlp, llama().layers[0]) == 4 * square + 2 * 65_536 * 48 + 3 * 80 * 48 * (8 + 2)
-    one = layer_work(planned, 2, gradient_tokens=100)
+    one = layer_work(planned)
     forward = 2 * LAYER + 2 * 32 * 64
     through = 2 * 48 * (64 + 32)
-    assert one.gradient_flops == 100 * (3 * forward + through)
-    # Three moments of three samples, a shard of 32 tokens each: a band of 48 columns, and the rows' own product.
-    assert one.gradient_moment_flops == 3 * 3 * 2 * 32 * (48 * 48 + 32 * 48)
-    squares = 40 * 100 * 2 * 80  # of what leaves gate and up the squares alone
-    assert one.gradient_moved_bytes == 3 * (32 * 3 * 48 * 48 + 2 * 3 * 4 * 100 * 48 + 40 * 3 * 32 * 32) + squares
+    assert one.gradient_flops == 320 * (3 * forward + through)
+    # Three moments of ten samples in four shards, 32 tokens each: a band of 48 columns, and the rows' own product.
+    assert one.gradient_moment_flops == 3 * 10 * 2 * 32 * (48 * 48 + 32 * 48)
+    squares = 40 * 320 * 2 * 80  # of what leaves gate and up the squares alone
+    assert one.gradient_moved_bytes == 3 * (32 * 4 * 48 * 48 + 2 * 3 * 4 * 320 * 48 + 40 * 10 * 32 * 32) + squares
     assert one.gradient_grid_flops == 32 * 3 * forward
     assert one.grid_flops == 32 * forward
     assert one.held_out_flops == (32 * forward, 32 * forward)
-    kept = layer_work(planned, 2, keep=0.75)
+    kept = layer_work(planned, 0.75)
     assert kept.held_out_flops == pytest.approx((32 * forward, 32 * (forward - 0.5 * LAYER)))
     assert len(one.curves) == len(one.solves) == 3
     assert one.correction_flops == 0
@@ -189,12 +190,12 @@ def test_what_following_the_loss_takes() -> None:
     assert one.curves[1].shared is not None
     assert (one.curves[1].pieces, solve_flops(one.curves[1].shared)) == (8, pytest.approx(shared))
     again = manifest({"method": "loss_aware", "correct": "output"}, keep=0.8, calibration=dense)
-    two = layer_work(PlannedJob.of(again, llama()), 2, gradient_tokens=100)
+    two = layer_work(PlannedJob.of(again, llama()))
     pairs = sum(f * (f + 4 * 48) for f in (48, 64, 48, 80))
     attention = forward - 2 * 3 * 48 * 80
     assert two.correction_flops == 320 * (3 * forward + attention + pairs)
     trained = manifest({"method": "loss_aware", "correct": "output", "refine": True}, keep=0.8, calibration=dense)
-    three = layer_work(PlannedJob.of(trained, llama()), 2, gradient_tokens=100)
+    three = layer_work(PlannedJob.of(trained, llama()))
     assert three.correction_flops == 320 * (4 * forward + 4 * attention + pairs)
     rates = rates_of("H200")
     phases = phase_seconds(Prices(two, rates, PlannedPasses(6, 4, 2, importance=0, compressed=False)))
@@ -213,7 +214,7 @@ def test_what_low_rank_behind_a_moment_takes() -> None:
     job = manifest({"method": "svd_llm"}, keep=0.8, calibration=calibration(propagate="dense"))
     planned = PlannedJob.of(job, llama())
     names = [task.name for task in planned.tasks if task.layer == 0]
-    solves = dict(zip(names, layer_work(planned, 2).solves, strict=True))
+    solves = dict(zip(names, layer_work(planned).solves, strict=True))
     both, down = solves["gate_up"], solves["down"]
     assert (eigen_flops(both), eigen_flops(down)) == (2 * 10 * 48**3, 10 * 80**3 + 10 * 48**3)
     rank = 0.65 * 48
@@ -233,8 +234,8 @@ def test_what_rounding_takes() -> None:
     )
     where = llama(hidden_size=64, intermediate_size=128)
     planned = rounded_job(job, where)
-    work = layer_work(planned, 2)
-    assert work.solves[:2] == layer_work(PlannedJob.of(plain, where), 2).solves
+    work = layer_work(planned)
+    assert work.solves[:2] == layer_work(PlannedJob.of(plain, where)).solves
     assert solve_flops(work.solves[2]) == 0  # q and k, which are rounded alone
     found = {read_task_key(key).group: each for key, each in work.rounding.items()}
     kept = 96  # three quarters of 128
@@ -260,7 +261,7 @@ def test_the_size_of_a_rounded_checkpoint() -> None:
     job = manifest(calibration=calibration(), quantize=rounded, keep=1.0)
     norms = 2 * 64 * where.num_layers + 64
     matrices = where.model_numbers() - norms
-    found = make_plan(PlannedJob.of(job, where), 2, 1)
+    found = make_plan(PlannedJob.of(job, where), 1)
     shapes = 2 * 16 * (7 * where.num_layers + 2)
     assert found.output_bytes == 2 * (norms + round(matrices * (4 / 16 + 1 / 32))) + shapes
     assert found.output_bound == "budget.keep"
@@ -271,7 +272,7 @@ def test_rounding_takes_a_fifth_of_a_large_solve_at_most(method: str) -> None:
     where = llama(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8)
     rounded = {"bits": 4, "group": 32}
     job = manifest({"method": method}, keep=0.8, calibration=calibration(propagate="dense"), quantize=rounded)
-    work = layer_work(rounded_job(job, where), 2)
+    work = layer_work(rounded_job(job, where))
     seconds = phase_seconds(Prices(work, NOMINAL_CPU, PlannedPasses(6, 4, 1, importance=0, compressed=False)))
     assert 0.0 < seconds["round"] < 0.2 * seconds["solve"]
 
@@ -283,7 +284,7 @@ def test_a_70b_that_follows_the_loss_fits_on_a_gpu() -> None:
         calibration=calibration(samples=256, sequence_length=4096, shards=16, micro_batch=1, propagate="dense"),
         workers={"max": 8, "gpus": 1},
     )
-    plan = plan_of(job, llama(**LLAMA_70B), itemsize=2, source_bytes=137_953_316_864)
+    plan = plan_of(job, llama(**LLAMA_70B), source_bytes=137_953_316_864)
     # Four times what down reads (6.1 GiB), the sample (7), weights and their float64 copies.
     assert 38 * GIB < plan.worker_device_bytes < 48 * GIB
 
@@ -331,7 +332,7 @@ def test_llama_2_70b() -> None:
         calibration=calibration(samples=256, sequence_length=4096, shards=16, micro_batch=1),
         workers={"max": 8, "gpus": 1},
     )
-    plan = plan_of(job, llama(**LLAMA_70B), itemsize=2, source_bytes=137_953_316_864)
+    plan = plan_of(job, llama(**LLAMA_70B), source_bytes=137_953_316_864)
     assert plan.dense_numbers == 68_976_648_192  # as published
     assert plan.layer_bytes == 2 * 855_654_400
     assert plan.source_bytes == 2 * plan.dense_numbers + 20_480  # rotary buffers of the original files
@@ -557,7 +558,7 @@ def test_what_feedback_on_both_sides_takes() -> None:
     where = llama(hidden_size=64, intermediate_size=128)
     found = []
     for job in (both, one):
-        found.append(layer_work(rounded_job(job, where), 2).rounding)
+        found.append(layer_work(rounded_job(job, where)).rounding)
     assert found[0].keys() == found[1].keys() != set()
     for name, work in found[0].items():
         assert work.products > found[1][name].products

@@ -24,7 +24,7 @@ GIB = 2**30
 def work(**fields: Any) -> HealingWork | None:
     calibration = {"text": {"files": ["-"]}, "samples": 256, "sequence_length": 4096}
     job = manifest({"method": "loss_aware"}, keep=0.8, calibration=calibration, **fields)
-    return healing_work(job, llama(**LLAMA_70B), 0.8, 2)
+    return healing_work(job, llama(**LLAMA_70B), 0.8)
 
 
 def test_a_70b_model() -> None:

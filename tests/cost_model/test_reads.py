@@ -9,9 +9,8 @@ import pytest
 
 from manifests.schema import Manifest
 from pipeline.cost_model.bounds import Size
-from pipeline.cost_model.passes import planned_passes
+from pipeline.cost_model.estimate import make_plan
 from pipeline.cost_model.planned_job import PlannedJob
-from pipeline.cost_model.reads import read_phases
 from pipeline.families.geometry import Geometry
 from pipeline.methods.registry import build_methods, claim_tasks
 from tests.families.geometries import llama, other
@@ -33,9 +32,7 @@ def job(methods: list[dict[str, Any]], *, text: bool = True, **fields: Any) -> M
 
 
 def phases(of: Manifest, geometry: Geometry | None = None) -> dict[str, int]:
-    geometry = geometry or llama()
-    planned = PlannedJob.of(of, geometry)
-    return read_phases(planned, OUTPUT, SOURCE, planned_passes(planned))
+    return dict(make_plan(PlannedJob.of(of, geometry or llama()), SOURCE, OUTPUT).read_phases)
 
 
 def test_a_job_without_text() -> None:
@@ -54,9 +51,9 @@ def test_a_job_without_text() -> None:
 def test_a_job_that_changes_nothing_copies_the_model() -> None:
     """Its checkpoint is as large as the model, so that no compressed layer is verified."""
     planned = PlannedJob.of(job([{"method": "svd", "keep": 0.5}], text=False), llama(), ())
-    read = read_phases(planned, Size(MODEL // 2, MODEL), SOURCE, planned_passes(planned))
+    read = make_plan(planned, SOURCE, Size(MODEL // 2, MODEL)).read_phases
     assert read == {"digests": SOURCE + MODEL, "compare": 2 * MODEL, "assemble": MODEL}
-    smaller = read_phases(planned, Size(MODEL // 2, MODEL - 9), SOURCE, planned_passes(planned))
+    smaller = make_plan(planned, SOURCE, Size(MODEL // 2, MODEL - 9)).read_phases
     assert "verify" not in smaller
 
 
@@ -221,12 +218,10 @@ def test_weights_in_a_stored_format_count_as_they_are_stored() -> None:
     layer, source = NORMS + linears, 6 * (NORMS + linears) + OUTER
     assert (geometry.model_bytes(), geometry.layers[0].stored_bytes()) == (source, layer)
     of = job([{"method": "loss_aware", "layers": [1, 4]}], budget={"keep": 0.9})
-    planned, same = PlannedJob.of(of, geometry), PlannedJob.of(of, plain)
-    read = read_phases(planned, OUTPUT, source, planned_passes(planned))
+    read, plain_read = phases(of, geometry), phases(of, plain)
     rest = source - 2 * layer
-    assert read["digests"] == source + rest + 2 * NORMS
+    assert read["digests"] == SOURCE + rest + 2 * NORMS
     assert (read["texts"], read["statistics"], read["assemble"]) == (source, source, rest)
-    plain_read = read_phases(same, OUTPUT, MODEL, planned_passes(same))
     assert plain_read["curves"] - read["curves"] == plain_read["solve"] - read["solve"] == 2 * (LAYER - layer)
     assert plain_read["gradient"] - read["gradient"] == 5 * (LAYER - layer)
     assert min(read.values()) > 0

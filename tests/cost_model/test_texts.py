@@ -29,7 +29,7 @@ def job_of(**calibration: Any) -> Manifest:
 
 def prices_for(job: Manifest, *, importance: int = 0, **work: Any) -> Prices:
     """Return a job's prices, with layers that take no time to read and to build."""
-    prices = prices_of(PlannedJob.of(job, GEOMETRY), 2, RATES)
+    prices = prices_of(PlannedJob.of(job, GEOMETRY), RATES)
     own = replace(prices.work, **{"built_bytes": 0.0, "weight_bytes": 0, **work})
     return replace(prices, work=own, passes=replace(prices.passes, importance=importance))
 

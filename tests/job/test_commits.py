@@ -35,7 +35,7 @@ LAYERS = 80
 
 def prices_for(propagate: str, workers: int = 1, importance: int = 0) -> Prices:
     job, geometry = manifest(keep=0.8, calibration={**TEXT, "propagate": propagate}), llama("gqa", **LARGE)
-    work = layer_work(PlannedJob.of(job, geometry), 2)
+    work = layer_work(PlannedJob.of(job, geometry))
     return Prices(work, rates_of("H200"), PlannedPasses(LAYERS, 256, workers, importance, propagate == "compressed"))
 
 
@@ -74,7 +74,7 @@ def test_the_quickest_pass_decides() -> None:
 def test_only_gradients_of_the_model_are_committed(kind: str) -> None:
     text = {**TEXT, "propagate": "dense", "gradient": {"kind": kind}}
     job = manifest({"method": "loss_aware"}, keep=0.8, calibration=text, resume={"every": 1})
-    prices = prices_of(PlannedJob.of(job, llama("gqa", **LARGE)), 2, rates_of("H200"))
+    prices = prices_of(PlannedJob.of(job, llama("gqa", **LARGE)), rates_of("H200"))
     never = replace(prices, passes=replace(prices.passes, every=0))
     assert (phase_seconds(prices)["gradient"] > phase_seconds(never)["gradient"]) == (kind == "model")
 

@@ -100,7 +100,7 @@ def job_of(
 
 def plan_of(job: Any) -> dict[str, float]:
     """Return the plan's seconds by phase."""
-    return phase_seconds(prices_of(job.inputs.planned, 2, NOMINAL_CPU, keep=0.8))
+    return phase_seconds(prices_of(job.inputs.planned, NOMINAL_CPU, keep=0.8))
 
 
 def ahead(job: Any) -> list[PlannedPhase]:

@@ -468,7 +468,7 @@ def test_a_sample_has_no_more_tokens_than_there_are() -> None:
             "propagate": "dense",
         }
         job, small = manifest(keep=0.8, calibration=given, methods=[entry]), llama("gqa")
-        work = layer_work(PlannedJob.of(job, small), 2)
+        work = layer_work(PlannedJob.of(job, small))
         found[samples] = sum(solve.sampled for solve in work.solves)
     assert found[256] == pytest.approx(64 * found[4])
     assert found[4] > 0

@@ -13,8 +13,8 @@ from typing import Any
 
 from manifests.records import ArrayRecord, Curve, FormSpec, GradientRecord, RefinedFigures, StagedRecord
 from pipeline.cost_model.prices import Prices
+from pipeline.cost_model.rates import BACK
 from pipeline.cost_model.solve_work import solve_seconds
-from pipeline.cost_model.work import BACK
 from pipeline.driver.job_spec import Job
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.work import Work

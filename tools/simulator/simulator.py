@@ -13,7 +13,8 @@ from typing import Any
 from manifests.entries import GroupReport, LayerEntry
 from manifests.records import ArrayRecord, E, LedgerKey, StagedLayer, StagedRecord
 from pipeline.cost_model.passes import PlannedPasses
-from pipeline.cost_model.prices import DIGEST_THREADS, START_SECONDS, Prices
+from pipeline.cost_model.prices import START_SECONDS, Prices
+from pipeline.cost_model.rates import DIGEST_THREADS
 from pipeline.driver.comparing import compare_layers
 from pipeline.driver.driver import Driver
 from pipeline.driver.job_spec import Job, LayersEntered
