@@ -18,7 +18,7 @@ def committing_seconds(prices: Prices) -> float:
     """
     rates, passes, size = prices.rates, prices.passes, prices.work.moment_bytes
     reducing = prices.collect_seconds(size) + prices.add_seconds(size) + prices.store_seconds(size)
-    writing = prices.work.hidden_bytes / passes.nodes(rates) / rates.disk
+    writing = prices.work.hidden_bytes / prices.nodes / rates.disk
     return writing + passes.rounds * passes.shards * rates.commit_s + (0.0 if passes.compressed else reducing)
 
 

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 from pipeline.cost_model.planned_job import PlannedJob
-from pipeline.cost_model.rates import Rates
 from pipeline.driver.in_flight import layers_ahead
 from pipeline.driver.job_spec import solves_in_pass
 
@@ -84,14 +83,6 @@ class PlannedPasses:
     def rounds_of(self, shards: int) -> float:
         """Return the busiest worker's share of this number of shards."""
         return math.ceil(shards / self.workers) / shards
-
-    def nodes(self, rates: Rates) -> int:
-        """Return the number of nodes with workers."""
-        return math.ceil(self.workers / rates.workers_per_node)
-
-    def source_cached(self, rates: Rates) -> bool:
-        """Return True if the source is in the page cache of all nodes, because the only node read it for digests."""
-        return self.cached and self.nodes(rates) == 1
 
 
 def planned_passes(job: PlannedJob) -> PlannedPasses:

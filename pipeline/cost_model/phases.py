@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from pipeline.cost_model.passes import PlannedPasses
 from pipeline.cost_model.prices import ASSEMBLE_SECONDS, START_SECONDS, Prices
-from pipeline.cost_model.rates import Rates
 from pipeline.cost_model.solve_work import solve_seconds
 from pipeline.driver.in_flight import layers_ahead
 from pipeline.driver.layer_reading import LAYERS_AHEAD
@@ -43,7 +42,7 @@ def phase_seconds(prices: Prices) -> dict[str, float]:
     if work.correction_flops:
         phases["correct"] = layers * (prices.correction_seconds() * passes.rounds + pair_seconds(prices))
     if work.refinement.steps:
-        phases["refine"] = work.refinement.seconds(rates, passes)
+        phases["refine"] = prices.refine_seconds()
     phases |= _scoring_phases(prices, phases["solve"])
     phases["assemble"] = ASSEMBLE_SECONDS + prices.write_seconds()
     return phases
@@ -92,13 +91,13 @@ def _compressed_phases(prices: Prices) -> dict[str, float]:
 def _dense_phases(prices: Prices) -> dict[str, float]:
     """Return the phases of a dense pass, which computes layers while others are summed, stored and written."""
     work, rates, passes = prices.work, prices.rates, prices.passes
-    nodes, layers = passes.nodes(rates), passes.layers
+    nodes, layers = prices.nodes, passes.layers
     inputs = work.gradient_input_bytes / rates.disk
     statistics = (prices.statistics_seconds() + inputs) * passes.rounds + prices.grid_seconds()
     statistics += work.sample_bytes / rates.disk  # the pass waits until they are stored
     collecting, adding = prices.collect_seconds(work.moment_bytes), prices.add_seconds(work.moment_bytes)
     storing = prices.store_seconds(work.moment_bytes) if passes.stores else 0.0
-    reading = 0.0 if passes.source_cached(rates) else prices.read_seconds()
+    reading = 0.0 if prices.source_cached else prices.read_seconds()
     on_disk = reading + (storing + inputs) / nodes + work.sample_bytes / rates.disk
     latency = (statistics + collecting + adding + storing) / (1 + passes.ahead)  # several layers at once
     network = prices.cross_seconds(work.moment_bytes) + prices.pass_on_seconds()
@@ -128,8 +127,7 @@ def _gradient_seconds(prices: Prices) -> float:
     collecting, adding = prices.collect_seconds(work.gradient_bytes), prices.add_seconds(work.gradient_bytes)
     storing = prices.store_seconds(work.gradient_bytes)
     latency = (computing + collecting + adding + storing) / (1 + layers_ahead(passes.workers))
-    reading = 0.0 if passes.cached else work.weight_bytes / rates.disk
-    each = max(computing, reading + storing / passes.nodes(rates), collecting, adding, latency)
+    each = max(computing, prices.read_again_seconds() + storing / prices.nodes, collecting, adding, latency)
     busy = computing + rates.commit_s * passes.gradient_shards * passes.rounds_of(passes.gradient_shards)
     wait = _commit_wait(prices, each, busy, work.gradient_input_bytes, collecting + adding + storing)
     return passes.layers * each + (0 if passes.local_gradients else passes.commits * wait)
@@ -139,9 +137,8 @@ def _commit_wait(prices: Prices, each: float, busy: float, size: float, reducing
     """Return how much longer a layer takes than others, which take `each` seconds, if it commits `size` bytes of hidden
     states: a node's workers, each `busy` so long, write them to one disk, and then wait until the layer's sums are
     stored, `reducing`. docs/plan.md#commits."""
-    rates, passes = prices.rates, prices.passes
-    writing = size / passes.nodes(rates) / rates.disk
-    computing = busy + writing / min(passes.workers, rates.workers_per_node)
+    writing = size / prices.nodes / prices.rates.disk
+    computing = busy + writing / prices.workers_here
     return max(0.0, max(computing, writing) + reducing - each)
 
 
@@ -149,7 +146,7 @@ def _scoring_phases(prices: Prices, solve: float) -> dict[str, float]:
     """Return the phases after the solves. Workers that are idle during the solves do some of this work then."""
     work, rates, passes = prices.work, prices.rates, prices.passes
     layers, workers, phases = passes.layers, passes.workers, dict[str, float]()
-    reading = 0.0 if passes.cached or passes.joined else work.weight_bytes / rates.disk
+    reading = 0.0 if passes.joined else prices.read_again_seconds()
     written = 0.0 if passes.cached else prices.write_seconds()
     windows, by = passes.held_out_shards, scorers(passes.held_out_shards, workers)
     share = by * shards_per_worker(windows, workers) / windows / workers
@@ -169,11 +166,6 @@ def _scoring_phases(prices: Prices, solve: float) -> dict[str, float]:
     return phases
 
 
-def evaluate_seconds(flops: float, rates: Rates, workers: int) -> float:
-    """Return the time to score a model. `flops`: operations for the whole text, in float32."""
-    return flops / rates.single / workers
-
-
 def object_store_bytes(prices: Prices) -> int:
     """Return the peak size of Ray's object store on a node.
 
@@ -181,8 +173,8 @@ def object_store_bytes(prices: Prices) -> int:
     nodes and, if layers are solved in the pass, their sums and factors in flight), the backward pass, the pairs of a
     correction, and the factors of layers that are solved and written.
     """
-    work, rates, passes = prices.work, prices.rates, prices.passes
-    here, nodes = min(passes.workers, rates.workers_per_node), passes.nodes(rates)
+    work, passes = prices.work, prices.passes
+    here, nodes = prices.workers_here, prices.nodes
     sums = here + (here > 1) + (nodes > 1)  # each worker's, the node's, all nodes'
     passing = passes.in_flight * sums * work.moment_bytes + work.sample_bytes
     gradients = (1 + layers_ahead(passes.workers)) * sums * work.gradient_bytes

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from manifests.method_entry import Refine
 from manifests.schema import Manifest
-from pipeline.cost_model.passes import PlannedPasses
-from pipeline.cost_model.rates import BACK, Rates
+from pipeline.cost_model.rates import BACK
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.descent import descent_flops
 from pipeline.kernels.refinement import CHECKS, held_out_samples, step_samples, training_steps
@@ -19,7 +17,6 @@ TRAINED_BYTES = 30  # per number: itself, its gradient, its momentum, four copie
 METRIC_BYTES = 16  # per entry of the moment of the gradient: as it is read, and as it weighs errors
 VALUE_BYTES = 4  # per value that the backward pass needs
 SCORES = 3  # copies of the attention scores that the backward pass needs
-LAUNCHES = 40  # `Rates.step_s` per step of training
 
 
 @dataclass(frozen=True)
@@ -42,19 +39,6 @@ class RefineWork:
     descent: float = 0.0
     read_bytes: float = 0.0
     passes: float = 0.0
-
-    def training_seconds(self, rates: Rates, cached: bool) -> float:
-        """Return the seconds in which a worker trains a layer. `cached`: its targets are in the node's page cache."""
-        reading = self.read_bytes / (rates.link if cached else rates.disk)
-        computing = self.flops / rates.backward + self.descent / rates.single
-        return computing + self.steps * LAUNCHES * rates.step_s + reading
-
-    def seconds(self, rates: Rates, passes: PlannedPasses) -> float:
-        """Return the seconds of all layers. Each worker writes its shards' targets to its node's disk."""
-        trainings = math.ceil(passes.layers / passes.workers) if self.independent else passes.layers
-        writing = self.read_bytes / rates.disk
-        passing = max(writing / passes.nodes(rates), passes.rounds * (self.passes / rates.products + writing))
-        return trainings * self.training_seconds(rates, passes.cached) + passes.layers * passing
 
 
 UNREFINED = RefineWork()

@@ -21,7 +21,7 @@ from pipeline.checkpoint.engines import planned_lines
 from pipeline.checkpoint.planned_size import plan_of
 from pipeline.console.amounts import duration
 from pipeline.cost_model.commits import committed_bytes, layers_per_commit
-from pipeline.cost_model.estimate import make_plan
+from pipeline.cost_model.estimate import Plan, make_plan
 from pipeline.cost_model.healing_work import healing_work
 from pipeline.cost_model.passes import PlannedPasses
 from pipeline.cost_model.phases import object_store_bytes, phase_seconds, scored_seconds, solving_seconds
@@ -30,11 +30,12 @@ from pipeline.cost_model.prices import WORKERS_SECONDS, Prices, prices_of
 from pipeline.cost_model.probe import ProbedShape, measured_rates
 from pipeline.cost_model.rates import Rates, rates_of
 from pipeline.cost_model.remarks import text_remarks
-from pipeline.cost_model.texts import amount_seconds, job_seconds
+from pipeline.cost_model.serving_memory import ServingMemory
+from pipeline.cost_model.texts import job_seconds
 from pipeline.driver.ledger_keys import SAMPLES
 from pipeline.families.geometry import Geometry
 from pipeline.families.registry import geometry_of, standard_config
-from pipeline.inputs.calibration import evaluation_tokens
+from pipeline.inputs.calibration import EvaluationTokens, evaluation_tokens
 from pipeline.inputs.fitting import shown_bytes
 from pipeline.inputs.job_inputs import Inputs, fit_methods, fitted, measuring_layers, read_inputs
 from pipeline.job.context import with_samples
@@ -63,55 +64,76 @@ class RateSource:
         return self.gpu is None and not self.address and not os.environ.get("RAY_ADDRESS")
 
 
+@dataclass(frozen=True)
+class _Planned:
+    """A job to report on. `inputs`: None if only a config is known."""
+
+    job: PlannedJob
+    plan: Plan
+    dtype: torch.dtype
+    serving: ServingMemory | None
+    remarks: Sequence[str]
+    inputs: Inputs | None = None
+
+
 def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> dict[str, Any]:
     """Return the report as JSON.
 
     `config`: a config.json to plan for, without reading the source. Raises InputError.
     """
     manifest, chosen = planned_samples(manifest)
-    inputs = read_inputs(manifest, weights=False) if config is None else None
-    if inputs is not None:
-        job, dtype, plan = inputs.planned, inputs.dtype, plan_of(inputs)
-        serving, remarks = inputs.serving, list(inputs.remarks)
-    else:
-        assert config is not None
-        standard, geometry, dtype = _of_config(config)
-        manifest, serving = fitted(manifest, standard, geometry, geometry.model_bytes())
-        job = PlannedJob(manifest, geometry, *fit_methods(manifest, geometry))
-        remarks = [*text_remarks(job)]
-        plan = make_plan(job, geometry.model_bytes())
-    manifest, geometry = measuring_layers(job), job.geometry
-    rates = rates_from(source, manifest, geometry, dtype)
+    planned = _of_source(manifest) if config is None else _of_config(manifest, config)
+    job, plan, inputs, manifest = planned.job, planned.plan, planned.inputs, measuring_layers(planned.job)
+    rates = rates_from(source, manifest, job.geometry, planned.dtype)
     prices = prices_of(job, rates, plan.kept)
     tokens = evaluation_tokens(inputs) if inputs else None
-    passes = prices.passes
-    phases = job_seconds(manifest, geometry, prices, tokens.ids.shape if tokens else ())
-    texts, evaluate = {"texts": phases.pop("texts")}, phases.pop("evaluate", 0.0)
-    if manifest.evaluation.calibrate_prediction:
-        phases["other sizes"] = OTHER_SIZES * size_seconds(phases, passes)
-    if manifest.measures_layers:
-        alone = phase_seconds(prices.of_layers_alone(rounds=not manifest.measures_unrounded))
-        models = (BLOCKS + 1) / 2  # each run of layers passes only the layers from its own first one on
-        phases["measured layers"] = size_seconds(alone, passes) + models * scored_seconds(phases, passes)
-    calibration = manifest.calibration
-    if calibration is not None and calibration.chooses_samples:
-        texts = {"amount of text": amount_seconds(calibration, geometry.layers[0], rates)} | texts
-    phases = {name: phases[name] for name in ("digests", "start")} | texts | phases  # in the order of the job
-    if inputs is not None and tokens is not None:
-        perplexity = inputs.manifest.evaluation.perplexity
-        models = 1 + (perplexity is not None and perplexity.dense)
-        phases["evaluate"] = models * (WORKERS_SECONDS + evaluate)
-    of_tasks, unknown = tasks_seconds(inputs, manifest.evaluation, rates, passes.workers)
+    phases = _phases(job, manifest, prices, tokens)
+    of_tasks, unknown = tasks_seconds(inputs, manifest.evaluation, rates, prices.passes.workers)
     phases |= {"tasks": of_tasks} if of_tasks else {}
-    healing = healing_work(manifest, geometry, plan.kept)
-    phases |= healing.seconds(rates, passes.workers) if healing else {}
+    healing = healing_work(manifest, job.geometry, plan.kept)
+    phases |= healing.seconds(rates, prices.passes.workers) if healing else {}
     report = plan.report() | stored_bytes(prices, manifest) | seconds_of(phases, rates)
     report |= healing.report(rates) if healing else {}
-    remarks += [*chosen, *_not_counted(manifest, inputs), *unknown, *(tokens.read.left_out() if tokens else ())]
-    remarks += offloaded_layers(report)
+    remarks = [*planned.remarks, *chosen, *_not_counted(manifest, inputs), *unknown]
+    remarks += [*(tokens.read.left_out() if tokens else ()), *offloaded_layers(report)]
     further: dict[str, Any] = {} if inputs is None else {"engines": planned_lines(inputs)}
-    further |= {} if serving is None else {"serving": serving.report(plan.output_bytes)}
+    further |= {} if planned.serving is None else {"serving": planned.serving.report(plan.output_bytes)}
     return report | verdict(manifest, report, source, remarks) | further
+
+
+def _of_source(manifest: Manifest) -> _Planned:
+    inputs = read_inputs(manifest, weights=False)
+    return _Planned(inputs.planned, plan_of(inputs), inputs.dtype, inputs.serving, inputs.remarks, inputs)
+
+
+def _of_config(manifest: Manifest, path: Path) -> _Planned:
+    standard, geometry, dtype = _read_config(path)
+    manifest, serving = fitted(manifest, standard, geometry, geometry.model_bytes())
+    job = PlannedJob(manifest, geometry, *fit_methods(manifest, geometry))
+    return _Planned(job, make_plan(job, geometry.model_bytes()), dtype, serving, text_remarks(job))
+
+
+def _phases(
+    job: PlannedJob, manifest: Manifest, prices: Prices, evaluation: EvaluationTokens | None
+) -> dict[str, float]:
+    """Return the seconds by phase, without tasks and a healing. `manifest`: the job's, after `measuring_layers`."""
+    phases = job_seconds(job, prices, evaluation.ids.shape if evaluation else ())
+    evaluate, passes, perplexity = phases.pop("evaluate", 0.0), prices.passes, manifest.evaluation.perplexity
+    if manifest.evaluation.calibrate_prediction:
+        phases["other sizes"] = OTHER_SIZES * _size_seconds(phases, passes)
+    if manifest.measures_layers:
+        alone = phase_seconds(prices.of_layers_alone(manifest))
+        models = (BLOCKS + 1) / 2  # each run of layers passes only the layers from its own first one on
+        phases["measured layers"] = _size_seconds(alone, passes) + models * scored_seconds(phases, passes)
+    if evaluation is not None:
+        models = 1 + (perplexity is not None and perplexity.dense)
+        phases["evaluate"] = models * (WORKERS_SECONDS + evaluate)
+    return phases
+
+
+def _size_seconds(phases: Mapping[str, float], passes: PlannedPasses) -> float:
+    """Return the seconds to compress a model to one more size, and to score it on held-out text."""
+    return solving_seconds(phases) + phases["verify"] + scored_seconds(phases, passes)
 
 
 def planned_samples(manifest: Manifest) -> tuple[Manifest, list[str]]:
@@ -179,12 +201,7 @@ def uncounted_healing(manifest: Manifest) -> list[str]:
     return ["heal is not among the seconds: the plan does not read heal.text; give heal.tokens"]
 
 
-def size_seconds(phases: Mapping[str, float], passes: PlannedPasses) -> float:
-    """Return the seconds to compress a model to one more size, and to score it on held-out text."""
-    return solving_seconds(phases) + phases["verify"] + scored_seconds(phases, passes)
-
-
-def _of_config(path: Path) -> tuple[dict[str, Any], Geometry, torch.dtype]:
+def _read_config(path: Path) -> tuple[dict[str, Any], Geometry, torch.dtype]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -249,17 +266,12 @@ def exceeded_limits(manifest: Manifest, plan: Mapping[str, Any], source: RateSou
     return limits
 
 
-def memory_here(plan: Mapping[str, Any]) -> int:
-    """Return the bytes of memory that the workers and the driver take together on one machine."""
-    return int(plan["workers"] * plan["worker_host_bytes"] + plan["driver_peak_bytes"])
-
-
 def _beyond_this_machine(manifest: Manifest, plan: Mapping[str, Any]) -> list[str]:
     """Return the limits of this machine's memory and cores that the workers exceed."""
     from workers.cluster import machine_bytes  # and Ray
 
     limits, machine = [], machine_bytes()
-    needed = memory_here(plan)
+    needed = plan["workers"] * plan["worker_host_bytes"] + plan["driver_peak_bytes"]
     if needed > machine:
         limits.append(
             f"does not fit: {plan['workers']} workers of {plan['worker_host_bytes'] / 1e9:,.1f} GB and the driver take "

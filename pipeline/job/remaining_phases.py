@@ -44,8 +44,8 @@ def job_eta(job: JobContext, rates: Rates) -> Eta:
     each with its phases. For a sweep see `pipeline.sweeping.sweep_plan.sweep_eta`."""
     inputs, manifest = job.inputs, job.manifest
     prices = prices_of(inputs.planned, rates, job.plan.kept)
-    alone = prices.of_layers_alone(rounds=not manifest.measures_unrounded)
-    seconds = job_seconds(manifest, inputs.geometry, prices, job.evaluation.ids.shape if job.evaluation else ())
+    alone = prices.of_layers_alone(manifest)
+    seconds = job_seconds(inputs.planned, prices, job.evaluation.ids.shape if job.evaluation else ())
     remaining = _Remaining(job, prices.passes, seconds, phase_seconds(alone))
     planned = [PlannedPhase("start", START_SECONDS)]
     if job.tokens is not None and job.ledger.get(TEXTS) is None:

@@ -150,7 +150,7 @@ def run_dir_bytes(swept: Sequence[SweptPoint], plan: Plan) -> int:
 def _seconds(inputs: Inputs, evaluation: EvaluationTokens | None, rates: Rates) -> dict[str, float]:
     """Return phase -> seconds of a job with these inputs; `evaluate` and `held-out` are those of one model."""
     prices = _prices(inputs, rates)
-    seconds = job_seconds(inputs.manifest, inputs.geometry, prices, evaluation.ids.shape if evaluation else ())
+    seconds = job_seconds(inputs.planned, prices, evaluation.ids.shape if evaluation else ())
     seconds["held-out"] = scored_seconds(seconds, prices.passes)
     seconds["solve"] = solving_seconds(seconds)
     return seconds

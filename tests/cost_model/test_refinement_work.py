@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from pipeline.cost_model.passes import PlannedPasses
-from pipeline.cost_model.rates import NOMINAL_CPU
+from pipeline.cost_model.planned_job import PlannedJob
+from pipeline.cost_model.prices import Prices
+from pipeline.cost_model.rates import NOMINAL_CPU, Rates
 from pipeline.cost_model.refinement_work import UNREFINED, RefineWork, refine_bytes, refine_work
+from pipeline.cost_model.work import layer_work
 from tests.families.geometries import llama, manifest
 
 NODE = replace(NOMINAL_CPU, workers_per_node=8)
@@ -30,9 +33,10 @@ def test_a_step_is_three_passes_of_its_samples() -> None:
     assert work().passes == 64 * 256 * (100.0 + 60.0)
 
 
-def passes(workers: int, layers: int = 1) -> PlannedPasses:
-    """Return the passes of eight shards, whose data remains in the page cache."""
-    return PlannedPasses(layers, 8, workers, importance=0, compressed=False, cached=True)
+def prices(layer: RefineWork, workers: int = 1, layers: int = 1, rates: Rates = NODE) -> Prices:
+    """Return the prices of eight shards, whose data remains in the page cache."""
+    own = replace(layer_work(PlannedJob.of(manifest(calibration=TEXT), llama())), refinement=layer)
+    return Prices(own, rates, PlannedPasses(layers, 8, workers, importance=0, compressed=False, cached=True))
 
 
 def passing_seconds(layer: RefineWork) -> float:
@@ -43,23 +47,23 @@ def passing_seconds(layer: RefineWork) -> float:
 def test_a_disk_may_be_slower_than_the_workers() -> None:
     """Of eight workers on two nodes, each writes an eighth, and each node half of the targets."""
     slow = replace(NOMINAL_CPU, disk=1.0)
-    found = work().seconds(replace(slow, workers_per_node=4), passes(workers=8))
-    assert found == pytest.approx(work().training_seconds(slow, True) + work().read_bytes / 2)
+    found = prices(work(), 8, rates=replace(slow, workers_per_node=4))
+    assert found.refine_seconds() == pytest.approx(found.training_seconds() + work().read_bytes / 2)
 
 
 def test_one_worker_trains_and_all_go_through_the_layer() -> None:
-    one, four = (work().seconds(NODE, passes(workers)) for workers in (1, 4))
+    one, four = (prices(work(), workers).refine_seconds() for workers in (1, 4))
     assert one - four == pytest.approx(0.75 * passing_seconds(work()))
-    assert four > work().training_seconds(NOMINAL_CPU, True) > 0.0
-    assert UNREFINED.seconds(NODE, passes(workers=1)) == 0.0
+    assert four > prices(work()).training_seconds() > 0.0
+    assert prices(UNREFINED).refine_seconds() == 0.0
 
 
 def test_layers_are_trained_side_by_side_on_dense_inputs() -> None:
     apart = work(inputs="dense")
     assert apart.passes == 64 * 256 * 100.0
-    training, passing = apart.training_seconds(NOMINAL_CPU, True), passing_seconds(apart)
-    assert apart.seconds(NODE, passes(4, layers=10)) == pytest.approx(3 * training + 2.5 * passing)
-    assert work().seconds(NODE, passes(4, layers=10)) > 10 * training
+    training, passing = prices(apart).training_seconds(), passing_seconds(apart)
+    assert prices(apart, 4, layers=10).refine_seconds() == pytest.approx(3 * training + 2.5 * passing)
+    assert prices(work(), 4, layers=10).refine_seconds() > 10 * training
     assert work(inputs="mixed") == replace(apart, passes=64 * 256 * (100.0 + 60.0))
 
 

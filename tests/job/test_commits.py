@@ -45,14 +45,14 @@ def prices_for(propagate: str, workers: int = 1, importance: int = 0) -> Prices:
 def test_the_fewest_layers_whose_commits_cost_little(propagate: str, workers: int, slower: float) -> None:
     """Commits take 5 % of a pass or less, and would not with one layer less; unless too much would be lost."""
     prices = prices_for(propagate, workers)
-    fast, passes = prices.rates, prices.passes
+    fast = prices.rates
     rates = replace(fast, products=fast.products / slower, double=fast.double / slower, memory=fast.memory / slower)
     prices = replace(prices, rates=rates)
     every, phases = layers_per_commit(prices), phase_seconds(prices)
     names = ("statistics", "reduce", "solve", "propagate") if propagate == "compressed" else ("statistics", "reduce")
     layer_s = sum(phases[name] for name in names) / LAYERS
     share = committing_seconds(prices) / layer_s
-    assert share > prices.work.hidden_bytes / passes.nodes(rates) / rates.disk / layer_s
+    assert share > prices.work.hidden_bytes / prices.nodes / rates.disk / layer_s
     assert 1 <= every <= LAYERS
     assert every == 1 or every * layer_s <= REPEATED_SECONDS
     assert every == 1 or share / (every - 1) > 0.05

@@ -27,7 +27,7 @@ from manifests.entries import (
 from manifests.records import ArrayRecord, SourceFile, StagedRecord
 from manifests.schema import Manifest
 from pipeline.console.eta import PlannedPhase
-from pipeline.cost_model.phases import evaluate_seconds, phase_seconds
+from pipeline.cost_model.phases import phase_seconds
 from pipeline.cost_model.prices import START_SECONDS, WORKERS_SECONDS, prices_of
 from pipeline.cost_model.rates import NOMINAL_CPU
 from pipeline.cost_model.work import scoring_flops
@@ -302,7 +302,7 @@ def test_each_evaluated_model_starts_workers(dense: bool) -> None:
     perplexity = {"perplexity": {"text": {"files": ["t"]}, "window": 16, "dense": dense}}
     job = job_of(RANKED, evaluated=True, evaluation=perplexity)
     flops = 4 * 16 * scoring_flops(job.inputs.geometry, 16)
-    each = [("start", WORKERS_SECONDS), ("evaluate", evaluate_seconds(flops, NOMINAL_CPU, 2))]
+    each = [("start", WORKERS_SECONDS), ("evaluate", flops / NOMINAL_CPU.single / 2)]
     last = [(phase.phase, phase.seconds) for phase in ahead(job)[-4:]]
     assert last[2:] == each
     assert (last == 2 * each) == dense

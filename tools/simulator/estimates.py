@@ -171,7 +171,7 @@ class Estimates:
         if shared and key not in self.reads:
             self.reads[key] = self.clock.transfer("network", self.prices.pass_on_seconds())
         first = unit.lineage in ("dense", "compressed")
-        cached = self.prices.passes.source_cached(self.prices.rates) if first else self.prices.passes.cached
+        cached = self.prices.source_cached if first else self.prices.passes.cached
         return self._read(key, self.prices.work.weight_bytes, cached)
 
     def _read(self, key: tuple[str, int, int], size: float, cached: bool) -> Transfer:
@@ -214,7 +214,7 @@ class Estimates:
         """Add a part of a moment on a worker's device, which each sum enters and one leaves. Sums of other nodes come
         over the network first."""
         size = self._bytes(unit.lineage, unit.layer, (unit.moment,)) / self.prices.passes.workers
-        if self.prices.passes.nodes(self.prices.rates) > 1 and not unit.node:
+        if self.prices.nodes > 1 and not unit.node:
             yield self.clock.transfer("network", self.prices.cross_seconds(size))
         yield self.prices.adding_seconds(size, len(unit.partials))
         return AddDone(HANDLE)
@@ -302,9 +302,7 @@ class Estimates:
         return works[names.index(task.name) % len(works)]
 
     def _refine(self, unit: Refine, worker: Worker) -> Course[RefineDone]:
-        yield from self._compute(
-            "refine", self.prices.work.refinement.training_seconds(self.prices.rates, self.prices.passes.cached)
-        )
+        yield from self._compute("refine", self.prices.training_seconds())
         return RefineDone(tuple(SolveDone(HANDLE, group.forms, group.report) for group in unit.groups), TRAINED)
 
     def _write(self, unit: Write, worker: Worker) -> Course[StagedRecord]:
