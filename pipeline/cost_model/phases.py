@@ -27,16 +27,16 @@ def phase_seconds(prices: Prices) -> dict[str, float]:
         solves = [solve_seconds(solve, rates) for solve in work.solves]
         written = (4 if work.correction_flops else 1) + (work.refinement.steps > 0)
         together = min(layers, passes.workers) if work.refinement.independent else 1  # solved side by side
-        solving = layers / together * _spread(solves * together, passes.workers)
+        solving = layers / together * _makespan(solves * together, passes.workers)
         phases["solve"] = solving + layers * written * prices.write_seconds()
     if work.gradient_flops:
         phases["gradient"] = _gradient_seconds(prices)
     if work.curves:
         waiting = prices.moment_wait_seconds()
-        curves = _spread([solve_seconds(curve, rates) + waiting for curve in work.curves] * layers, passes.workers)
+        curves = _makespan([solve_seconds(curve, rates) + waiting for curve in work.curves] * layers, passes.workers)
         phases["curves"] = max(curves, layers * (prices.moments_from_disk_seconds() + prices.streamed_seconds()))
     if work.rounding:
-        phases["round"] = _spread([solve_seconds(task, rates) for task in work.rounding.values()], passes.workers)
+        phases["round"] = _makespan([solve_seconds(task, rates) for task in work.rounding.values()], passes.workers)
         if work.curves:
             phases["curves"] += work.trials * phases["round"]
     if work.correction_flops:
@@ -80,7 +80,7 @@ def _compressed_phases(prices: Prices) -> dict[str, float]:
     phases["reduce"] = layers * (prices.collect_seconds(work.moment_bytes) + prices.add_seconds(work.moment_bytes))
     waiting = prices.moment_wait_seconds()
     solves = [solve_seconds(solve, prices.rates) + waiting for solve in work.solves]
-    phases["solve"] = layers * _spread(solves, passes.workers)
+    phases["solve"] = layers * _makespan(solves, passes.workers)
     onward = prices.forward_seconds(packed=True) * passes.rounds
     each = max(onward, prices.write_seconds())
     commits = passes.commits * _commit_wait(prices, each, onward, work.hidden_bytes)
@@ -107,13 +107,13 @@ def _dense_phases(prices: Prices) -> dict[str, float]:
         size = work.hidden_bytes + work.gradient_input_bytes + work.sample_bytes
         passing += passes.commits * _commit_wait(prices, each, statistics, size, collecting + adding + storing)
     solves, waiting = [solve_seconds(solve, rates) for solve in work.solves], prices.moment_wait_seconds()
-    solving = _spread([seconds + waiting for seconds in solves for _ in range(layers)], passes.workers)
+    solving = _makespan([seconds + waiting for seconds in solves for _ in range(layers)], passes.workers)
     writing = prices.write_seconds() / nodes
     if passes.in_pass:  # layers are written during the pass, except the last ones
         last = min(layers, passes.workers + 1)
         disk_wait = layers * (on_disk + writing) - passing - solving
         passing += max(0.0, disk_wait)
-        solving = max(solving, layers * _spread(solves, passes.workers) / passes.workers) + last * writing
+        solving = max(solving, layers * _makespan(solves, passes.workers) / passes.workers) + last * writing
     else:
         from_disk = prices.moments_from_disk_seconds() + prices.streamed_seconds()
         solving = max(solving, layers * (from_disk + writing))
@@ -187,7 +187,7 @@ def object_store_bytes(prices: Prices) -> int:
     return max(passing + read, gradients, pairs, solved * work.written_bytes)
 
 
-def _spread(seconds: Sequence[float], workers: int) -> float:
+def _makespan(seconds: Sequence[float], workers: int) -> float:
     """Return the time for all tasks if each idle worker starts the longest pending one."""
     busy = [0.0] * workers
     for amount in sorted(seconds, reverse=True):

@@ -120,7 +120,7 @@ class Prices:
         training, rates, passes = self.work.refinement, self.rates, self.passes
         trainings = math.ceil(passes.layers / passes.workers) if training.independent else passes.layers
         writing = training.read_bytes / rates.disk
-        passing = max(writing / self.nodes, passes.rounds * (training.passes / rates.products + writing))
+        passing = max(writing / self.nodes, passes.rounds * (training.passing_flops / rates.products + writing))
         return trainings * self.training_seconds() + passes.layers * passing
 
     def compare_seconds(self) -> float:
@@ -184,7 +184,7 @@ class Prices:
         """Return the time to copy a worker's sums from its device to the object store."""
         return size / self.rates.link
 
-    def adding_seconds(self, size: float, count: int) -> float:
+    def device_add_seconds(self, size: float, count: int) -> float:
         """Return the time to add `count` sums on a worker's device, which each enters and one leaves.
 
         Each addition reads two numbers and writes one. A single sum needs no addition.
@@ -200,8 +200,8 @@ class Prices:
         Each worker of a node adds a part, and later each worker a part of the sums of all nodes.
         """
         here = self.workers_here
-        across = self.adding_seconds(size / self.passes.workers, self.nodes)
-        return self.adding_seconds(size / here, here) + across + self.cross_seconds(size)
+        across = self.device_add_seconds(size / self.passes.workers, self.nodes)
+        return self.device_add_seconds(size / here, here) + across + self.cross_seconds(size)
 
     def cross_seconds(self, size: float) -> float:
         """Return the time to receive the parts of other nodes."""

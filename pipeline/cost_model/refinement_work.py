@@ -29,8 +29,9 @@ class RefineWork:
         flops: operations of the steps' passes, and of the passes that measure errors.
         descent: float32 operations of the steps, without their passes.
         read_bytes: size of the stored inputs and targets.
-        passes: operations of the passes of all shards that store these and compute the next layer's inputs: through the
-            dense layer and, unless layers are trained on dense inputs alone, through the trained or solved one.
+        passing_flops: operations of the passes of all shards that store these and compute the next layer's inputs:
+            through the dense layer and, unless layers are trained on dense inputs alone, through the trained or solved
+            one.
     """
 
     independent: bool = False
@@ -38,7 +39,7 @@ class RefineWork:
     flops: float = 0.0
     descent: float = 0.0
     read_bytes: float = 0.0
-    passes: float = 0.0
+    passing_flops: float = 0.0
 
 
 UNREFINED = RefineWork()
@@ -75,7 +76,7 @@ def refine_work(
         flops=float((BACK * steps * step_samples(sequence) + measured) * sequence * (packed + weighting)),
         descent=float(steps * descent),
         read_bytes=2.0 * hidden_bytes,
-        passes=float(tokens * (forward if dense else forward + packed)),
+        passing_flops=float(tokens * (forward if dense else forward + packed)),
     )
 
 

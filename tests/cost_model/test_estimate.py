@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -362,85 +363,45 @@ def test_the_report_is_json() -> None:
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path: Path, tiny_model: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("not read by a plan", encoding="utf-8")
-    document = {
-        "version": 1,
-        "model": {"source": str(tiny_model())},
-        "output": str(tmp_path / "out"),
-        "run_dir": str(tmp_path / "run"),
-        "budget": {"keep": 0.8},
-        "calibration": {**calibration(), "text": {"files": [str(text)]}},
-        "methods": [{"method": "flat_llm"}],
-    }
-    path = tmp_path / "job.yaml"
-    path.write_text(json.dumps(document), encoding="utf-8")
-    assert main([str(path), "--json", "--tflops", "0.5"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_the_command(
+    tmp_path: Path, tiny_model: Any, planned: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = {"files": [str(tmp_path / "text.txt")]}
+    (tmp_path / "text.txt").write_text("not read by a plan", encoding="utf-8")
+    job = {"model": {"source": str(tiny_model())}, "calibration": calibration(text=text)}
+    found = planned("--tflops", "0.5", **job)
     assert found["rates"]["products"] == found["rates"]["double"] == 0.5e12
     assert list(found["phases"]) == [
-        "digests",
-        "start",
-        "texts",
-        "importance",
-        "statistics",
-        "reduce",
-        "solve",
-        "propagate",
-        "compare",
-        "verify",
-        "held-out",
-        "assemble",
-    ]
+        "digests", "start", "texts", "importance", "statistics", "reduce", "solve", "propagate", "compare", "verify",
+        "held-out", "assemble",
+    ]  # fmt: skip
     assert found["estimated_seconds"] == pytest.approx(sum(found["phases"].values()))
     assert found["layers"] == 3
-    scored = {"perplexity": {"text": {"files": [str(text)]}, "window": 4, "dense": True}}
-    path.write_text(json.dumps({**document, "evaluation": scored}), encoding="utf-8")
-    assert main([str(path), "--json", "--tflops", "0.5"]) == 0
-    evaluated = json.loads(capsys.readouterr().out)["phases"].pop("evaluate")
-    assert evaluated > 2 * WORKERS_SECONDS
-    assert main([str(path), "--tflops", "1"]) == 0
-    shown = capsys.readouterr().out
-    assert "worker peak bytes" in shown
+    scored = {"perplexity": {"text": text, "window": 4, "dense": True}}
+    assert planned("--tflops", "0.5", **job, evaluation=scored)["phases"]["evaluate"] > 2 * WORKERS_SECONDS
+    assert main([str(tmp_path / "job.yaml"), "--tflops", "1"]) == 0
+    assert "worker peak bytes" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "out").exists()
-    assert main([str(path), "--set", "budget.keep=0.01"]) == 2
-    assert "reachable is" in capsys.readouterr().err
-
-
-def of_nowhere(folder: Path) -> dict[str, Any]:
-    """What a manifest says of a model that is not there."""
-    places = {"output": str(folder / "out"), "run_dir": str(folder / "run")}
-    return {"version": 1, "model": {"source": "nowhere"}, **places, "budget": {"keep": 0.8}}
+    assert "reachable is" in planned("--set", "budget.keep=0.01", **job)
 
 
 @pytest.mark.slow
-def test_from_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_a_config_alone(tmp_path: Path, planned: Callable[..., Any]) -> None:
     """No source is there; a GPU's rates come from the table, and what is too large is said."""
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({"model_type": "llama", "torch_dtype": "bfloat16", **LLAMA_70B}), encoding="utf-8")
-    document = {
-        **of_nowhere(tmp_path),
-        "calibration": {
-            **calibration(samples=256, sequence_length=4096, shards=16, micro_batch=1),
-            "propagate": "dense",
-        },
-        "methods": [{"method": "flat_llm"}],
-        "workers": {"max": 8, "gpus": 1},
-    }
-    path = tmp_path / "job.yaml"
-    path.write_text(json.dumps(document), encoding="utf-8")
-    command = [str(path), "--config", str(config), "--gpu", "H200", "--json"]
-    assert main(command) == 0
-    found = json.loads(capsys.readouterr().out)
+    cut = calibration(samples=256, sequence_length=4096, shards=16, micro_batch=1, propagate="dense")
+    job = {"config": LLAMA_70B, "calibration": cut, "workers": {"max": 8, "gpus": 1}}
+
+    def changed(*fields: str, **blocks: Any) -> Any:
+        return planned("--gpu", "H200", *(part for field in fields for part in ("--set", field)), **job, **blocks)
+
+    found = changed()
     assert found["dense_numbers"] == 68_976_648_192
     assert found["rates"]["products"] == 500e12
     assert 60 < found["estimated_seconds"] < 600
     assert found["layers_per_commit"] == 1
     assert found["committed_bytes"] == 79 * found["activation_bytes"]
-    assert main([*command, "--set", "resume.every=auto"]) == 0
-    seldom = json.loads(capsys.readouterr().out)
+    seldom = changed("resume.every=auto")
     assert seldom["committed_bytes"] == 79 // seldom["layers_per_commit"] * found["activation_bytes"]
     assert seldom["layers_per_commit"] > 1
     assert any("does not fit: run_dir takes" in remark for remark in found["remarks"]) == (
@@ -448,47 +409,29 @@ def test_from_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     )
     assert not any("evaluation" in remark for remark in found["remarks"])
     scored = {"perplexity": {"text": {"files": ["text.txt"]}, "window": 8}, "tasks": ["arc_easy"]}
-    path.write_text(json.dumps({**document, "evaluation": scored}), encoding="utf-8")
-    assert main(command) == 0
-    unknown = [remark for remark in json.loads(capsys.readouterr().out)["remarks"] if "evaluation" in remark]
-    assert unknown == [
+    assert [remark for remark in changed(evaluation=scored)["remarks"] if "evaluation" in remark] == [
         "evaluation.perplexity is not among the seconds: with --config its text is not read",
         "evaluation.tasks is not among the seconds: with --config no tokenizer is read",
     ]
-    assert main([*command, "--set", "calibration.micro_batch=64"]) == 0
-    assert any("does not fit: a worker needs" in remark for remark in json.loads(capsys.readouterr().out)["remarks"])
-    assert main([*command, "--set", "calibration.samples=6", "--set", "calibration.shards=1"]) == 0
-    assert "fewer than the 28672 columns of down.in" in json.loads(capsys.readouterr().out)["remarks"][0]
+    large, few = changed("calibration.micro_batch=64"), changed("calibration.samples=6", "calibration.shards=1")
+    assert any("does not fit: a worker needs" in remark for remark in large["remarks"])
+    assert "fewer than the 28672 columns of down.in" in few["remarks"][0]
     (tmp_path / "list.json").write_text("[]")
-    assert main([str(path), "--config", str(tmp_path / "list.json")]) == 2
-    assert "holds no mapping of fields; give the config.json of a model" in capsys.readouterr().err
-    assert main([str(path), "--config", str(tmp_path / "none.json")]) == 2
-    assert "--config: " in capsys.readouterr().err
-    assert main([str(path), "--config", str(config), "--gpu", "RTX"]) == 2
-    assert "--gpu: 'RTX' does not name exactly one" in capsys.readouterr().err
+    wrong = planned("--config", str(tmp_path / "list.json"), calibration=cut)
+    assert "holds no mapping of fields; give the config.json of a model" in wrong
+    assert "--config: " in planned("--config", str(tmp_path / "none.json"), calibration=cut)
+    assert "--gpu: 'RTX' does not name exactly one" in planned("--gpu", "RTX", **job)
 
 
 @pytest.mark.slow
-def test_what_this_machine_s_memory_does_not_hold(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_this_machine_s_memory_does_not_hold(planned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is said of it where workers are elsewhere."""
     monkeypatch.setattr(cluster, "get_system_memory", lambda: 4 * GIB)
     monkeypatch.setattr(planning, "machine_cores", lambda: 3)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    config, path = tmp_path / "config.json", tmp_path / "job.yaml"
     wide = {**LLAMA_70B, "hidden_size": 256, "intermediate_size": 16384, "num_hidden_layers": 2}
-    config.write_text(json.dumps({"model_type": "llama", "torch_dtype": "bfloat16", **wide}), encoding="utf-8")
-    document = {
-        **of_nowhere(tmp_path),
-        "calibration": {**calibration(shards=4), "propagate": "dense"},
-        "methods": [{"method": "flat_llm"}],
-        "workers": {"max": 2},
-    }
-    path.write_text(json.dumps(document), encoding="utf-8")
-    command = [str(path), "--config", str(config), "--tflops", "1", "--json"]
-    assert main(command) == 0
-    found = json.loads(capsys.readouterr().out)
+    job = {"config": wide, "calibration": calibration(shards=4, propagate="dense"), "workers": {"max": 2}}
+    found = planned("--tflops", "1", **job)
     assert found["object_store_bytes"] == pytest.approx(2 * 3 * 4 * 16384**2, rel=0.01)
     memory, store = (remark for remark in found["remarks"] if "this machine" in remark)
     assert memory.startswith("does not fit: 2 workers of ")
@@ -496,16 +439,12 @@ def test_what_this_machine_s_memory_does_not_hold(
     assert found["limits"] == [memory]
     assert not found["fits"]
     assert store.startswith("spills to disk: workers exchange 6.4 GB through Ray's object store, which holds 1.3 of it")
-    assert main([*command, "--set", "workers.cpus=64"]) == 0
-    threads = json.loads(capsys.readouterr().out)["limits"][1]
-    assert threads == (
+    assert planned("--tflops", "1", "--set", "workers.cpus=64", **job)["limits"][1] == (
         "does not fit: workers.cpus: 64 threads for each worker are more than the cores of this machine, 3; set "
         "workers.cpus: 3 or fewer, or use nodes with more cores"
     )
-    for elsewhere in (["--address", "head:6379"], ["--gpu", "H200"]):
-        given = [part for part in command if part not in ("--tflops", "1")] if elsewhere[0] == "--gpu" else command
-        assert main([*given, *elsewhere]) == 0
-        assert not any("this machine" in remark for remark in json.loads(capsys.readouterr().out)["remarks"])
+    for elsewhere in (("--tflops", "1", "--address", "head:6379"), ("--gpu", "H200")):
+        assert not any("this machine" in remark for remark in planned(*elsewhere, **job)["remarks"])
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def test_a_step_is_three_passes_of_its_samples() -> None:
     weighed = refine_work(manifest({"refine": {"steps": 10}}, calibration=TEXT), 100.0, 60.0, 4096, weighting=5.0)
     assert weighed.flops == (3 * 10 * 1024 + 14 * 6 * 256) * 65.0
     assert (work().steps, work(steps=10, learning_rate=0.1).steps) == (200, 10)
-    assert work().passes == 64 * 256 * (100.0 + 60.0)
+    assert work().passing_flops == 64 * 256 * (100.0 + 60.0)
 
 
 def prices(layer: RefineWork, workers: int = 1, layers: int = 1, rates: Rates = NODE) -> Prices:
@@ -41,7 +41,7 @@ def prices(layer: RefineWork, workers: int = 1, layers: int = 1, rates: Rates = 
 
 def passing_seconds(layer: RefineWork) -> float:
     """Return the seconds in which one worker passes a layer and writes its targets."""
-    return layer.passes / NOMINAL_CPU.products + layer.read_bytes / NOMINAL_CPU.disk
+    return layer.passing_flops / NOMINAL_CPU.products + layer.read_bytes / NOMINAL_CPU.disk
 
 
 def test_a_disk_may_be_slower_than_the_workers() -> None:
@@ -60,11 +60,11 @@ def test_one_worker_trains_and_all_go_through_the_layer() -> None:
 
 def test_layers_are_trained_side_by_side_on_dense_inputs() -> None:
     apart = work(inputs="dense")
-    assert apart.passes == 64 * 256 * 100.0
+    assert apart.passing_flops == 64 * 256 * 100.0
     training, passing = prices(apart).training_seconds(), passing_seconds(apart)
     assert prices(apart, 4, layers=10).refine_seconds() == pytest.approx(3 * training + 2.5 * passing)
     assert prices(work(), 4, layers=10).refine_seconds() > 10 * training
-    assert work(inputs="mixed") == replace(apart, passes=64 * 256 * (100.0 + 60.0))
+    assert work(inputs="mixed") == replace(apart, passing_flops=64 * 256 * (100.0 + 60.0))
 
 
 def test_memory_is_the_layers_and_a_steps() -> None:

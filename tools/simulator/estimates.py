@@ -122,7 +122,7 @@ class Estimates:
             kind, seconds = "correct", self.prices.correction_seconds() / steps
         else:
             kind, training = "refine", self.work.refinement
-            seconds = training.passes / self.rates.products / (1 if training.independent else 2)
+            seconds = training.passing_flops / self.rates.products / (1 if training.independent else 2)
         stored = unit.store * 2 * self.work.hidden_bytes / self.job.shards
         return (yield from self._pass(unit, worker, kind, seconds / self.job.shards, stored))
 
@@ -218,7 +218,7 @@ class Estimates:
         size = self._bytes(unit.lineage, unit.layer, (unit.moment,)) / self.passes.workers
         if self.prices.nodes > 1 and not unit.node:
             yield self.clock.transfer("network", self.prices.cross_seconds(size))
-        yield self.prices.adding_seconds(size, len(unit.partials))
+        yield self.prices.device_add_seconds(size, len(unit.partials))
         return AddDone(HANDLE)
 
     def _total(self, unit: Total, worker: Worker) -> Course[ArrayRecord]:
