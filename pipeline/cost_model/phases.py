@@ -134,9 +134,11 @@ def _gradient_seconds(prices: Prices) -> float:
 
 
 def _commit_wait(prices: Prices, each: float, busy: float, size: float, reducing: float = 0.0) -> float:
-    """Return how much longer a layer takes than others, which take `each` seconds, if it commits `size` bytes of hidden
-    states: a node's workers, each `busy` so long, write them to one disk, and then wait until the layer's sums are
-    stored, `reducing`. docs/plan.md#commits."""
+    """Return the additional seconds of a layer that commits `size` bytes of hidden states. docs/plan.md#commits.
+
+    A layer without a commit takes `each` seconds. A worker computes for `busy` seconds; the workers of a node write to
+    one disk, and then wait `reducing` seconds until the layer's sums are stored.
+    """
     writing = size / prices.nodes / prices.rates.disk
     computing = busy + writing / prices.workers_here
     return max(0.0, max(computing, writing) + reducing - each)

@@ -34,8 +34,8 @@ def job_seconds(job: PlannedJob, prices: Prices, shape: Sequence[int] = ()) -> d
 
 
 def texts_seconds(job: PlannedJob, prices: Prices, evaluation: int = 0) -> float:
-    """Return the seconds for the samples and, if any, the evaluation text of `evaluation` tokens, and for held-out text
-    that passes the model with them.
+    """Return the seconds in which the dense model passes both texts: the samples, and `evaluation` tokens to evaluate.
+    Held-out text may pass it with them.
 
     Half of the workers score one model. Each of them builds every layer. The result is 0 for a job without statistics.
     """

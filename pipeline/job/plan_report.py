@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,7 +171,7 @@ def verdict(
 ) -> dict[str, Any]:
     """Return `fits`, as far as it can be known here, `limits` that are exceeded, and all `remarks`, for the report."""
     limits = exceeded_limits(manifest, report, source)
-    spilled = _beyond_the_object_store(report) if source.is_here else []
+    spilled = _spilled(report) if source.is_here else []
     return {"fits": not limits, "limits": limits, "remarks": [*remarks, *limits, *spilled]}
 
 
@@ -187,10 +187,10 @@ def offloaded_layers(report: Mapping[str, Any]) -> list[str]:
     """Return a remark if the layers of a healing are in host memory, because the GPUs do not hold them."""
     if "healing_host_bytes" not in report:
         return []
-    on_host = f"{report['healing_host_bytes'] / 1e9:,.1f} GB"
     return [
-        f"heal: the GPUs do not hold the layers that train, which are in host memory, {on_host} "
-        f"for each of {report['healing_processes']} processes; steps take longer than with more workers (workers.max)"
+        "heal: the GPUs do not hold the layers that train, which are in host memory, "
+        f"{_gb(report['healing_host_bytes'])} GB for each of {report['healing_processes']} processes; steps take "
+        "longer than with more workers (workers.max)"
     ]
 
 
@@ -244,16 +244,26 @@ def rates_from(source: RateSource, manifest: Manifest, geometry: Geometry, dtype
 def exceeded_limits(manifest: Manifest, plan: Mapping[str, Any], source: RateSource) -> list[str]:
     """Return the limits of this machine, of the named GPU and of the disks that the job exceeds. The limits of other
     nodes are unknown."""
-    limits = _beyond_this_machine(manifest, plan) if source.is_here else []
-    if source.gpu is not None and plan["worker_device_bytes"] > plan["rates"]["device_bytes"]:
-        limits.append(
-            f"does not fit: a worker needs {plan['worker_device_bytes'] / 1e9:.0f} GB of its GPU, which has "
-            f"{plan['rates']['device_bytes'] / 1e9:.0f}; lower calibration.micro_batch, or take a larger one"
+    faults = [*_disk_faults(manifest, plan)]
+    if source.gpu is not None:
+        faults = [*_gpu_faults(manifest, plan), *faults]
+    if source.is_here:
+        faults = [*_machine_faults(manifest, plan), *faults]
+    return [f"does not fit: {fault}" for fault in faults]
+
+
+def _gpu_faults(manifest: Manifest, plan: Mapping[str, Any]) -> Iterator[str]:
+    device, healing = plan["rates"]["device_bytes"], plan.get("healing_bytes", 0)
+    if plan["worker_device_bytes"] > device:
+        yield (
+            f"a worker needs {plan['worker_device_bytes'] / 1e9:.0f} GB of its GPU, which has {device / 1e9:.0f}; "
+            "lower calibration.micro_batch, or take a larger one"
         )
-    healing = plan.get("healing_bytes", 0)
-    if source.gpu is not None and manifest.workers.gpus and healing > plan["rates"]["device_bytes"]:
-        fault = device_fault(healing, plan["healing_processes"], plan["rates"]["device_bytes"])
-        limits.append(f"does not fit: {fault}")
+    if manifest.workers.gpus and healing > device:
+        yield device_fault(healing, plan["healing_processes"], device)
+
+
+def _disk_faults(manifest: Manifest, plan: Mapping[str, Any]) -> Iterator[str]:
     run_dir_bytes = plan["run_dir_bytes"] + plan.get("healing_disk_bytes", 0)
     for name, needed in (("output", plan["output_bytes"]), ("run_dir", run_dir_bytes)):
         place = Path(getattr(manifest, name))
@@ -262,53 +272,53 @@ def exceeded_limits(manifest: Manifest, plan: Mapping[str, Any], source: RateSou
         nearest = next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.exists())
         free = shutil.disk_usage(nearest).free
         if needed > free:
-            limits.append(f"does not fit: {name} takes {needed / 1e9:,.1f} GB, {free / 1e9:,.1f} are free at {nearest}")
-    return limits
+            yield f"{name} takes {_gb(needed)} GB, {_gb(free)} are free at {nearest}"
 
 
-def _beyond_this_machine(manifest: Manifest, plan: Mapping[str, Any]) -> list[str]:
-    """Return the limits of this machine's memory and cores that the workers exceed."""
+def _machine_faults(manifest: Manifest, plan: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the limits of this machine's memory and cores that the workers exceed."""
     from workers.cluster import machine_bytes  # and Ray
 
-    limits, machine = [], machine_bytes()
+    workers, machine = manifest.workers, machine_bytes()
     needed = plan["workers"] * plan["worker_host_bytes"] + plan["driver_peak_bytes"]
     if needed > machine:
-        limits.append(
-            f"does not fit: {plan['workers']} workers of {plan['worker_host_bytes'] / 1e9:,.1f} GB and the driver take "
-            f"{needed / 1e9:,.1f} GB of memory, this machine has {machine / 1e9:,.1f}; lower workers.max, or give "
-            "--address of a cluster"
+        yield (
+            f"{plan['workers']} workers of {_gb(plan['worker_host_bytes'])} GB and the driver take {_gb(needed)} GB of "
+            f"memory, this machine has {_gb(machine)}; lower workers.max, or give --address of a cluster"
         )
-    healing = plan.get("healing_bytes", 0)
+    healing, on_host = plan.get("healing_bytes", 0), plan.get("healing_host_bytes", 0)
     processes = plan.get("healing_processes", 0)
-    if not manifest.workers.gpus and healing * processes > machine:
-        limits.append(
-            f"does not fit: heal trains in {processes} processes of {healing / 1e9:,.1f} GB of memory, this machine "
-            f"has {machine / 1e9:,.1f}; leave out heal, or give --address of a cluster"
+    if not workers.gpus and healing * processes > machine:
+        yield (
+            f"heal trains in {processes} processes of {_gb(healing)} GB of memory, this machine has {_gb(machine)}; "
+            "leave out heal, or give --address of a cluster"
         )
-    on_host = plan.get("healing_host_bytes", 0)
     if on_host * processes > machine:
-        limits.append(f"does not fit: {host_fault(on_host, processes, machine / processes)}")
-    gpus, workers = torch.cuda.device_count(), manifest.workers
+        yield host_fault(on_host, processes, machine / processes)
+    gpus = torch.cuda.device_count()
     if workers.gpus * workers.min > gpus:
-        limits.append(
-            f"does not fit: workers.gpus: {workers.gpus:g} for each of {workers.min} workers, this machine has {gpus} "
-            "GPUs; plan for one with --gpu NAME, or for a cluster with --address"
+        yield (
+            f"workers.gpus: {workers.gpus:g} for each of {workers.min} workers, this machine has {gpus} GPUs; plan for "
+            "one with --gpu NAME, or for a cluster with --address"
         )
-    if fault := thread_fault(manifest.workers.cpus, machine_cores(), "this machine"):
-        limits.append(f"does not fit: {fault}")
-    return limits
+    if fault := thread_fault(workers.cpus, machine_cores(), "this machine"):
+        yield fault
 
 
-def _beyond_the_object_store(plan: Mapping[str, Any]) -> list[str]:
+def _spilled(plan: Mapping[str, Any]) -> list[str]:
     """Return a remark if Ray would spill to disk, which is slower but works."""
     from workers.cluster import object_store_room  # and Ray
 
     if plan["object_store_bytes"] <= (store := object_store_room()):
         return []
     return [
-        f"spills to disk: workers exchange {plan['object_store_bytes'] / 1e9:,.1f} GB through Ray's object store, "
-        f"which holds {store / 1e9:,.1f} of it in this machine's memory and writes the rest to disk"
+        f"spills to disk: workers exchange {_gb(plan['object_store_bytes'])} GB through Ray's object store, "
+        f"which holds {_gb(store)} of it in this machine's memory and writes the rest to disk"
     ]
+
+
+def _gb(amount: float) -> str:
+    return f"{amount / 1e9:,.1f}"
 
 
 def serving_line(serving: Mapping[str, Any]) -> str:

@@ -50,12 +50,11 @@ def sweep_report(sweep: Sweep, points: tuple[SweepPoint, ...], request: RateSour
     if healings:
         phases |= {"score teacher": healings[0].seconds(rates, workers)["score teacher"], "heal": 0.0}
     for point in swept:
-        seconds, healing = _seconds(point.inputs, tokens, rates), _healing(point.inputs)
-        own = {"solve": seconds["solve"], "score": _scoring(seconds) + of_tasks}
-        own["assemble"] = (
-            seconds["assemble"] + seconds["verify"] + seconds.get("compare", 0.0) if point.point.save else 0.0
-        )
-        if healing:  # healed points are scored again
+        seconds = _seconds(point.inputs, tokens, rates)
+        own = {"solve": seconds["solve"], "score": _scoring(seconds) + of_tasks, "assemble": 0.0}
+        if point.point.save:
+            own["assemble"] = seconds["assemble"] + seconds["verify"] + seconds.get("compare", 0.0)
+        if healing := _healing(point.inputs):  # healed points are scored again
             own |= {"heal": healing.seconds(rates, workers)["heal"], "score": 2 * own["score"]}
         rows.append(_row(point, sum(own.values())))
         if point.curves_digest not in curved:  # points with the same methods share their curves

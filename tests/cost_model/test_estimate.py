@@ -278,16 +278,16 @@ def test_rounding_takes_a_fifth_of_a_large_solve_at_most(method: str) -> None:
     assert 0.0 < seconds["round"] < 0.2 * seconds["solve"]
 
 
+def plan_of_70b(*methods: dict[str, Any], **changes: Any) -> Plan:
+    """Return the plan of a Llama-2-70B, whose source has more bytes than its model, on eight GPUs."""
+    text = calibration(samples=256, sequence_length=4096, shards=16, micro_batch=1, **changes)
+    job = manifest(*methods, keep=0.8, calibration=text, workers={"max": 8, "gpus": 1})
+    return plan_of(job, llama(**LLAMA_70B), 137_953_316_864)
+
+
 def test_a_70b_that_follows_the_loss_fits_on_a_gpu() -> None:
-    job = manifest(
-        {"method": "loss_aware"},
-        keep=0.8,
-        calibration=calibration(samples=256, sequence_length=4096, shards=16, micro_batch=1, propagate="dense"),
-        workers={"max": 8, "gpus": 1},
-    )
-    plan = plan_of(job, llama(**LLAMA_70B), source_bytes=137_953_316_864)
-    # Four times what down reads (6.1 GiB), the sample (7), weights and their float64 copies.
-    assert 38 * GIB < plan.worker_device_bytes < 48 * GIB
+    """It holds four times what down reads (6.1 GiB), the sample (7), weights and their float64 copies."""
+    assert 38 * GIB < plan_of_70b({"method": "loss_aware"}, propagate="dense").worker_device_bytes < 48 * GIB
 
 
 def test_no_more_workers_than_shards() -> None:
@@ -328,12 +328,7 @@ def test_features_of_points() -> None:
 
 
 def test_llama_2_70b() -> None:
-    job = manifest(
-        keep=0.8,
-        calibration=calibration(samples=256, sequence_length=4096, shards=16, micro_batch=1),
-        workers={"max": 8, "gpus": 1},
-    )
-    plan = plan_of(job, llama(**LLAMA_70B), source_bytes=137_953_316_864)
+    plan = plan_of_70b()
     assert plan.dense_numbers == 68_976_648_192  # as published
     assert plan.layer_bytes == 2 * 855_654_400
     assert plan.source_bytes == 2 * plan.dense_numbers + 20_480  # rotary buffers of the original files

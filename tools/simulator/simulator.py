@@ -31,8 +31,14 @@ from tools.simulator.pool import ClockPool, Failure
 
 @dataclass(frozen=True)
 class Simulated:
-    """The result: total seconds, those before the first unit, those of each phase of the driver, busy seconds of
-    workers by kind of work and of places, and the number of units that were done again."""
+    """The result of a simulation.
+
+    Attributes:
+        start: the seconds before the first unit.
+        phases: the seconds of each phase of the driver.
+        busy: the workers' seconds by kind of work; `transfers`: the seconds of places, such as disks.
+        done_again: the number of units that were done again.
+    """
 
     seconds: float
     start: float
