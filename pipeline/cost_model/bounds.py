@@ -77,7 +77,7 @@ class _Claimed:
 def _most_bytes(job: PlannedJob, numbers: int) -> int:
     """Return the largest size in bytes of `numbers` numbers, those with the widest dtypes."""
     geometry, claims = job.geometry, [*_claims(job)]
-    claimed = [_claimed(job.manifest.quantize, layer, roles) for layer, roles in claims]
+    claimed = [_claimed(job, layer, roles) for layer, roles in claims]
     remaining, bits, widest = numbers - geometry.model_numbers() + sum(each.numbers for each in claimed), 0.0, 0.0
     for each in sorted(claimed, key=lambda each: -each.bits):
         stored = min(remaining, each.numbers)
@@ -95,13 +95,13 @@ def _most_bytes(job: PlannedJob, numbers: int) -> int:
     return geometry.model_bytes() + grown - replaced + math.ceil(bits / 8)
 
 
-def _claimed(quantize: Quantize | None, layer: LayerGeometry, roles: Sequence[str]) -> _Claimed:
-    widest = max(_bits(quantize, layer, role) for role in roles)
+def _claimed(job: PlannedJob, layer: LayerGeometry, roles: Sequence[str]) -> _Claimed:
+    quantize, widest = job.manifest.quantize, max(_bits(job, layer, role) for role in roles)
     shapes = {key: shape for key, (_, shape) in layer.tensors(roles).items() if not key.endswith(".weight")}
     vectors, own = sum(map(math.prod, shapes.values())), max(map(layer.bits_of, shapes), default=0)
     extra = vectors * max(0.0, own - widest)
     if quantize is not None:
-        matrices = [layer.weight_shape(role) for role in roles if _is_rounded(quantize, layer, role)]
+        matrices = [layer.weight_shape(role) for role in roles if job.rounds(layer, role)]
         numbers = rounding_overhead(matrices, _code_bits(quantize, roles[0]), quantize, layer.bits)
         extra += numbers * max(layer.bits_of(f"{role}.weight") for role in roles)
     return _Claimed(layer.numbers(roles), widest, extra)
@@ -116,16 +116,12 @@ def _claims(job: PlannedJob) -> Iterator[tuple[LayerGeometry, tuple[str, ...]]]:
         claimed |= {(task.layer, role) for role in roles}
 
 
-def _bits(quantize: Quantize | None, layer: LayerGeometry, role: str) -> float:
+def _bits(job: PlannedJob, layer: LayerGeometry, role: str) -> float:
     """Return the stored bits of a number of a role's matrix, including its share of a scale."""
-    own = layer.bits_of(f"{role}.weight")
-    if quantize is None or not _is_rounded(quantize, layer, role):
+    own, quantize = layer.bits_of(f"{role}.weight"), job.manifest.quantize
+    if quantize is None or not job.rounds(layer, role):
         return own
     return _code_bits(quantize, role) + (own / quantize.group if quantize.group else 0.0)
-
-
-def _is_rounded(quantize: Quantize, layer: LayerGeometry, role: str) -> bool:
-    return role in (*layer.matrices, *quantize.outer_roles) and not quantize.skips(role)
 
 
 def _code_bits(quantize: Quantize, role: str) -> int:

@@ -37,16 +37,14 @@ class HealingWork:
     """The work of a healing.
 
     Attributes:
-        tokens: trained tokens, once; held_out: held-out tokens.
-        processes: the number of processes that train; workers: the settings of each.
+        tokens: trained tokens, once.
+        workers: the settings of the processes that train.
         teacher_flops, training_flops, evaluation_flops: operations, of all processes together.
         trained_numbers: the trained numbers, once for each step.
         memory: the memory of the processes; disk_bytes: bytes in the run directory.
     """
 
     tokens: int
-    held_out: int
-    processes: int
     workers: Workers
     teacher_flops: float
     training_flops: float
@@ -54,6 +52,11 @@ class HealingWork:
     trained_numbers: float
     memory: TrainingMemory
     disk_bytes: int
+
+    @property
+    def processes(self) -> int:
+        """The number of processes that train."""
+        return self.workers.max
 
     def offloads(self, rates: Rates) -> bool:
         """Return True if a process's part of the layers is in host memory, because a GPU does not hold it."""
@@ -91,15 +94,17 @@ class HealingWork:
         }
 
 
-def healing_work(manifest: Manifest, geometry: Geometry, share: float) -> HealingWork | None:
+def healing_work(manifest: Manifest, geometry: Geometry, share: float, tokens: int | None = None) -> HealingWork | None:
     """Return the work of a job's healing; None without one, or if its text has an unknown number of tokens.
 
-    `share`: numbers of the compressed model, relative to the dense one's.
+    `share`: numbers of the compressed model, relative to the dense one's. `tokens`: of the text, if it was read.
     """
     heal, calibration = manifest.heal, manifest.calibration
     if heal is None:
         return None
-    tokens, length = heal.tokens, calibration.sequence_length if calibration else DEFAULT_LENGTH
+    length = calibration.sequence_length if calibration else DEFAULT_LENGTH
+    if tokens is None:
+        tokens = heal.tokens
     if tokens is None and heal.text is None and calibration is not None:
         tokens = calibration.samples * length
     if tokens is None:
@@ -113,8 +118,6 @@ def healing_work(manifest: Manifest, geometry: Geometry, share: float) -> Healin
     rows = tokens * row_bytes(geometry.vocab) + held_out * geometry.hidden * 4
     return HealingWork(
         tokens=tokens,
-        held_out=held_out,
-        processes=processes,
         workers=manifest.workers,
         teacher_flops=(tokens + held_out) * dense,
         training_flops=heal.epochs * tokens * dense * share * passes,

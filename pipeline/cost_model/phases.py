@@ -34,7 +34,7 @@ def phase_seconds(prices: Prices) -> dict[str, float]:
     if work.curves:
         waiting = prices.moment_wait_seconds()
         curves = _makespan([solve_seconds(curve, rates) + waiting for curve in work.curves] * layers, passes.workers)
-        phases["curves"] = max(curves, layers * (prices.moments_from_disk_seconds() + prices.streamed_seconds()))
+        phases["curves"] = max(curves, layers * prices.stored_seconds())
     if work.rounding:
         phases["round"] = _makespan([solve_seconds(task, rates) for task in work.rounding.values()], passes.workers)
         if work.curves:
@@ -115,8 +115,7 @@ def _dense_phases(prices: Prices) -> dict[str, float]:
         passing += max(0.0, disk_wait)
         solving = max(solving, layers * _makespan(solves, passes.workers) / passes.workers) + last * writing
     else:
-        from_disk = prices.moments_from_disk_seconds() + prices.streamed_seconds()
-        solving = max(solving, layers * (from_disk + writing))
+        solving = max(solving, layers * (prices.stored_seconds() + writing))
     return {"statistics": passing, "solve": solving, "reduce": collecting + adding}
 
 

@@ -79,6 +79,13 @@ class PlannedJob:
         """The tokens of the backward pass; 0 without gradients."""
         return self.passes.gradient_samples * self.sequence
 
+    def rounds(self, layer: LayerGeometry, role: str) -> bool:
+        """Return True if `quantize` rounds a role's matrix."""
+        quantize = self.manifest.quantize
+        if quantize is None or quantize.skips(role):
+            return False
+        return role in layer.matrices or role in quantize.outer_roles
+
     @cached_property
     def groups(self) -> Mapping[str, Group[Any]]:
         """The groups by `Task.key`."""

@@ -154,17 +154,16 @@ class Prices:
         rate = rates.link if passes.from_memory or passes.cached else rates.disk / self.workers_here
         return self.work.moment_bytes / max(1, len(self.work.solves)) / rate
 
-    def moments_from_disk_seconds(self) -> float:
-        """Return the time in which the nodes read a layer's stored moments, 0 from the page cache."""
-        return 0.0 if self.passes.cached else self.work.moment_bytes / self.nodes / self.rates.disk
+    def stored_seconds(self) -> float:
+        """Return the time in which the nodes read a layer's stored moments for curves or solves, and the layer itself
+        if its experts are streamed; 0 from the page cache.
 
-    def streamed_seconds(self) -> float:
-        """Return the time to read a layer with streamed experts for a curve or a solve, 0 without any.
-
-        One worker of a node reads it, and finds it in the node's page cache when it visits the experts again.
+        One worker of a node reads the layer, and finds it in the node's page cache when it visits the experts again.
         """
-        streamed = self.passes.joined and not self.passes.cached
-        return self.work.weight_bytes / self.nodes / self.rates.disk if streamed else 0.0
+        if self.passes.cached:
+            return 0.0
+        layer = self.work.weight_bytes / self.nodes / self.rates.disk if self.passes.joined else 0.0
+        return self.work.moment_bytes / self.nodes / self.rates.disk + layer
 
     def write_seconds(self) -> float:
         """Return the time in which a node writes a compressed layer."""

@@ -55,8 +55,8 @@ def read_phases(job: PlannedJob, size: Size, source_bytes: int, passes: PlannedP
     if manifest.calibration is not None:
         phases["held-out"] = size.num_bytes + (0 if passes.joined else model)
     phases["assemble"] = rest
-    if (perplexity := manifest.evaluation.perplexity) is not None:
-        phases["evaluate"] = size.num_bytes + (model if perplexity.dense else 0)
+    if manifest.evaluation.perplexity is not None:
+        phases["evaluate"] = size.num_bytes + model * manifest.evaluation.with_dense
     if manifest.evaluation.tasks:
         phases["tasks"] = size.num_bytes + model
     return {name: amount for name, amount in phases.items() if amount}

@@ -24,7 +24,7 @@ from pipeline.methods.base import Group
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.moments import OUTPUT_GRADIENT
 from pipeline.methods.registry import NO_TASKS
-from pipeline.methods.work import REMOVED_SHARE, Work, moment_width, tried_tokens
+from pipeline.methods.work import Work, moment_width, tried_tokens
 from pipeline.units.sharding import GRID_TOKENS
 
 # Bytes of device memory that are moved per number:
@@ -138,7 +138,7 @@ def layer_work(job: PlannedJob, keep: float = 1.0) -> LayerWork:
         pair_added_bytes=float(sum(map(busiest.pair_added_bytes, busiest.pairs))),
         correction_flops=float(tokens * busiest.correction_flops()),
         refinement=busiest.refinement(packed, keep),
-        rounding=rounding_work(job.tasks, job.manifest, job.geometry.layers, 1.0 - REMOVED_SHARE),
+        rounding=rounding_work(job),
         trials=trials(job.manifest),
         compare_flops=3.0 * COMPARED_TOKENS * forward_flops(layer, COMPARED_TOKENS),
         held_out_flops=(held_out * forward, held_out * packed),

@@ -118,7 +118,7 @@ def _phases(
 ) -> dict[str, float]:
     """Return the seconds by phase, without tasks and a healing. `manifest`: the job's, after `measuring_layers`."""
     phases = job_seconds(job, prices, evaluation.ids.shape if evaluation else ())
-    evaluate, passes, perplexity = phases.pop("evaluate", 0.0), prices.passes, manifest.evaluation.perplexity
+    evaluate, passes = phases.pop("evaluate", 0.0), prices.passes
     if manifest.evaluation.calibrate_prediction:
         phases["other sizes"] = OTHER_SIZES * _size_seconds(phases, passes)
     if manifest.measures_layers:
@@ -126,8 +126,7 @@ def _phases(
         models = (BLOCKS + 1) / 2  # each run of layers passes only the layers from its own first one on
         phases["measured layers"] = _size_seconds(alone, passes) + models * scored_seconds(phases, passes)
     if evaluation is not None:
-        models = 1 + (perplexity is not None and perplexity.dense)
-        phases["evaluate"] = models * (WORKERS_SECONDS + evaluate)
+        phases["evaluate"] = (1 + manifest.evaluation.with_dense) * (WORKERS_SECONDS + evaluate)
     return phases
 
 

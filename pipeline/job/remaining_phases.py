@@ -64,12 +64,9 @@ def healing_phases(job: JobContext, inputs: Inputs, plan: Plan, rates: Rates) ->
 
     `inputs`, `plan`: those of the job, or of a point of a sweep.
     """
-    manifest, geometry = inputs.manifest, inputs.geometry
-    assert manifest.heal is not None
-    read = manifest.heal.model_copy(update={"tokens": healing_tokens(job).trained.numel()})
-    work = healing_work(manifest.model_copy(update={"heal": read}), geometry, plan.kept)
+    work = healing_work(inputs.manifest, inputs.geometry, plan.kept, healing_tokens(job).trained.numel())
     assert work is not None, "the number of tokens is known"
-    seconds = work.seconds(rates, manifest.workers.max)
+    seconds = work.seconds(rates, work.processes)
     names = ("score teacher", "heal") if job.ledger.get(TEACHER) is None else ("heal",)
     return [PlannedPhase(name, seconds[name]) for name in names]
 
@@ -189,8 +186,6 @@ def _keys(key_of: Callable[[int], LedgerKey[Any]], layers: Sequence[int]) -> lis
 
 def _evaluations(job: JobContext, seconds: float) -> list[PlannedPhase]:
     """Return the evaluations of OUTPUT and of the dense model that are not entered. `seconds`: of one model."""
-    perplexity = job.manifest.evaluation.perplexity
-    with_dense = perplexity is not None and perplexity.dense
     has_dense = any(job.ledger.get(key) is not None for key in dense_score_key(job))
     each = [PlannedPhase("start", WORKERS_SECONDS), PlannedPhase("evaluate", seconds)]
-    return each * (1 + (with_dense and not has_dense))
+    return each * (1 + (job.manifest.evaluation.with_dense and not has_dense))

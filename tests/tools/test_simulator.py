@@ -36,23 +36,9 @@ from tools.simulator.pool import ClockPool, Failure, Worker
 from tools.simulator.simulator import Simulated, simulate
 
 RATES = Rates(
-    products=100,
-    backward=100,
-    moments=100,
-    single=50,
-    double=10,
-    factors=10,
-    eigen=10,
-    memory=1e9,
-    link=50,
-    network=20,
-    disk=1000,
-    digest=1e9,
-    step_s=0.5,
-    column_s=0.1,
-    commit_s=0.0,
-    workers_per_node=2,
-)
+    products=100, backward=100, moments=100, single=50, double=10, factors=10, eigen=10, memory=1e9, link=50,
+    network=20, disk=1000, digest=1e9, step_s=0.5, column_s=0.1, commit_s=0.0, workers_per_node=2,
+)  # fmt: skip
 WORK = LayerWork(
     weight_bytes=100, decoded_bytes=100, largest_bytes=60, written_bytes=80, hidden_bytes=0, forward_flops=800,
     statistics_flops=400,
@@ -457,21 +443,14 @@ def test_pairs_leave_each_worker_once() -> None:
 
 def test_a_sample_has_no_more_tokens_than_there_are() -> None:
     """Of a small job's few tokens, not of the 65,536 that a sample has where there are as many."""
-    entry = {"method": "loss_aware"}
-    found = {}
-    for samples in (4, 256):
-        given = {
-            "text": {"files": ["t"]},
-            "samples": samples,
-            "sequence_length": 256,
-            "shards": 4,
-            "propagate": "dense",
-        }
-        job, small = manifest(keep=0.8, calibration=given, methods=[entry]), llama("gqa")
-        work = layer_work(PlannedJob.of(job, small))
-        found[samples] = sum(solve.sampled for solve in work.solves)
-    assert found[256] == pytest.approx(64 * found[4])
-    assert found[4] > 0
+
+    def sampled(samples: int) -> float:
+        cut = {"text": {"files": ["t"]}, "samples": samples, "sequence_length": 256, "shards": 4, "propagate": "dense"}
+        job = manifest({"method": "loss_aware"}, keep=0.8, calibration=cut)
+        return sum(solve.sampled for solve in layer_work(PlannedJob.of(job, llama())).solves)
+
+    assert sampled(256) == pytest.approx(64 * sampled(4))
+    assert sampled(4) > 0
 
 
 def test_gpus_by_name() -> None:
