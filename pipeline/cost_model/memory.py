@@ -11,7 +11,7 @@ from manifests.schema import Manifest
 from pipeline.cost_model.completion_work import completion_bytes, moments_without_others
 from pipeline.cost_model.passes import PlannedPasses
 from pipeline.cost_model.planned_job import PlannedJob
-from pipeline.cost_model.refinement_work import SCORES, VALUE_BYTES, refine_bytes, settings_of
+from pipeline.cost_model.refinement_work import SCORES, VALUE_BYTES, backward_numbers, refine_bytes, settings_of
 from pipeline.cost_model.vocabulary import FLOAT, outer_bytes, pulled_logits_bytes
 from pipeline.cost_model.work import pair_bytes
 from pipeline.families.layer_geometry import LayerGeometry
@@ -116,8 +116,7 @@ def gradient_bytes(job: PlannedJob) -> int:
     for layer, moments in asking:
         waiting = rows * sum(layer.share(each.point) * each.heads * moment_width(each, layer) for each in moments)
         sums = sum(moment_bytes(each, layer) for each in moments) // 2
-        widths = sum(block.share * block.width for block in layer.mlps)
-        values = sequence * (12 * layer.hidden + 6 * layer.query_features + 5 * widths)
+        values = sequence * backward_numbers(layer, sum(block.share * block.width for block in layer.mlps))
         scores = VALUE_BYTES * layer.query_heads * sequence**2
         pulled = max((SCORES - 1) * scores, pulled_logits_bytes(job))
         most = max(most, round(VALUE_BYTES * (waiting + values)) + sums + scores + pulled)

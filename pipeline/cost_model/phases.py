@@ -95,8 +95,8 @@ def _dense_phases(prices: Prices) -> dict[str, float]:
     inputs = work.gradient_input_bytes / rates.disk
     statistics = (prices.statistics_seconds() + inputs) * passes.rounds + prices.grid_seconds()
     statistics += work.sample_bytes / rates.disk  # the pass waits until they are stored
-    collecting, adding = prices.collect_seconds(work.moment_bytes), prices.add_seconds(work.moment_bytes)
-    storing = prices.store_seconds(work.moment_bytes) if passes.stores else 0.0
+    collecting, adding, storing = prices.sum_seconds(work.moment_bytes)
+    storing = storing if passes.stores else 0.0
     reading = 0.0 if prices.source_cached else prices.read_seconds()
     on_disk = reading + (storing + inputs) / nodes + work.sample_bytes / rates.disk
     latency = (statistics + collecting + adding + storing) / (1 + passes.ahead)  # several layers at once
@@ -123,8 +123,7 @@ def _gradient_seconds(prices: Prices) -> float:
     """Return the seconds of the backward pass. Sums of a layer are added and stored while others are computed."""
     work, rates, passes = prices.work, prices.rates, prices.passes
     computing = prices.gradient_seconds() * passes.rounds_of(passes.gradient_shards) + prices.gradient_grid_seconds()
-    collecting, adding = prices.collect_seconds(work.gradient_bytes), prices.add_seconds(work.gradient_bytes)
-    storing = prices.store_seconds(work.gradient_bytes)
+    collecting, adding, storing = prices.sum_seconds(work.gradient_bytes)
     latency = (computing + collecting + adding + storing) / (1 + layers_ahead(passes.workers))
     each = max(computing, prices.read_again_seconds() + storing / prices.nodes, collecting, adding, latency)
     busy = computing + rates.commit_s * passes.gradient_shards * passes.rounds_of(passes.gradient_shards)

@@ -202,6 +202,10 @@ class Prices:
         across = self.device_add_seconds(size / self.passes.workers, self.nodes)
         return self.device_add_seconds(size / here, here) + across + self.cross_seconds(size)
 
+    def sum_seconds(self, size: float) -> tuple[float, float, float]:
+        """Return the times to collect, to add and to store a layer's sums."""
+        return self.collect_seconds(size), self.add_seconds(size), self.store_seconds(size)
+
     def cross_seconds(self, size: float) -> float:
         """Return the time to receive the parts of other nodes."""
         return size * (1 - 1 / self.nodes) / self.rates.network

@@ -90,13 +90,18 @@ def layer_descent_flops(layer: LayerGeometry, keep: float) -> float:
     return total
 
 
+def backward_numbers(layer: LayerGeometry, channels: float) -> float:
+    """Count the values of a token that a layer's backward pass needs beside attention scores. `channels`: of MLPs."""
+    return 12 * layer.hidden + 6 * layer.query_features + 5 * channels
+
+
 def refine_bytes(manifest: Manifest, layer: LayerGeometry) -> int:
     """Return the memory to train a layer of this geometry; 0 without training."""
     if settings_of(manifest) is None or manifest.calibration is None:
         return 0
     sequence = manifest.calibration.sequence_length
     samples = step_samples(sequence)
-    values = 12 * layer.hidden + 6 * layer.query_features + 5 * sum(mlp.width for mlp in layer.mlps)
+    values = round(backward_numbers(layer, sum(mlp.width for mlp in layer.mlps)))
     scores = SCORES * samples * layer.query_heads * sequence**2
     metric = METRIC_BYTES * layer.hidden**2
     return TRAINED_BYTES * layer.numbers() + metric + VALUE_BYTES * (samples * sequence * values + scores)
