@@ -29,8 +29,8 @@ class PlannedPasses:
     layers: int
     shards: int
     workers: int
-    importance: int
-    compressed: bool
+    importance: int = 0
+    compressed: bool = False
     cached: bool = False
     gradient_shards: int = 1
     held_out_shards: int = 1

@@ -199,7 +199,7 @@ def test_what_following_the_loss_takes() -> None:
     three = layer_work(PlannedJob.of(trained, llama()))
     assert three.correction_flops == 320 * (4 * forward + 4 * attention + pairs)
     rates = rates_of("H200")
-    phases = phase_seconds(Prices(two, rates, PlannedPasses(6, 4, 2, importance=0, compressed=False)))
+    phases = phase_seconds(Prices(two, rates, PlannedPasses(6, 4, 2)))
     assert {"gradient", "curves", "correct", "held-out"} < set(phases)
     assert sum(two.pair_bytes) == 8 * sum(f * (f + 1) // 2 + f * 48 for f in (48, 64, 48, 80))
     assert two.pair_added_bytes > 40 * 320 / 32 * 48 * (48 + 64 + 48 + 80)
@@ -248,7 +248,7 @@ def test_what_rounding_takes() -> None:
     assert (found["embed"].products, found["embed"].columns) == (0.0, 0)
     assert len(work.rounding) == 3 * where.num_layers + 2
     rates = rates_of("H200")
-    seconds = phase_seconds(Prices(work, rates, PlannedPasses(6, 4, 1, importance=0, compressed=False)))
+    seconds = phase_seconds(Prices(work, rates, PlannedPasses(6, 4, 1)))
     assert seconds["round"] == pytest.approx(sum(solve_seconds(each, rates) for each in work.rounding.values()))
     (head,) = (task for task in planned.tasks if task.roles == ("head",))
     assert head.moments
@@ -274,7 +274,7 @@ def test_rounding_takes_a_fifth_of_a_large_solve_at_most(method: str) -> None:
     rounded = {"bits": 4, "group": 32}
     job = manifest({"method": method}, keep=0.8, calibration=calibration(propagate="dense"), quantize=rounded)
     work = layer_work(rounded_job(job, where))
-    seconds = phase_seconds(Prices(work, NOMINAL_CPU, PlannedPasses(6, 4, 1, importance=0, compressed=False)))
+    seconds = phase_seconds(Prices(work, NOMINAL_CPU, PlannedPasses(6, 4, 1)))
     assert 0.0 < seconds["round"] < 0.2 * seconds["solve"]
 
 

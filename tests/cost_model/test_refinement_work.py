@@ -36,7 +36,7 @@ def test_a_step_is_three_passes_of_its_samples() -> None:
 def prices(layer: RefineWork, workers: int = 1, layers: int = 1, rates: Rates = NODE) -> Prices:
     """Return the prices of eight shards, whose data remains in the page cache."""
     own = replace(layer_work(PlannedJob.of(manifest(calibration=TEXT), llama())), refinement=layer)
-    return Prices(own, rates, PlannedPasses(layers, 8, workers, importance=0, compressed=False, cached=True))
+    return Prices(own, rates, PlannedPasses(layers, 8, workers, cached=True))
 
 
 def passing_seconds(layer: RefineWork) -> float:
