@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from manifests.method_entry import Refine
 from manifests.schema import Manifest
+from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.cost_model.rates import BACK
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.descent import descent_flops
@@ -51,23 +52,17 @@ def settings_of(manifest: Manifest) -> Refine | None:
 
 
 def refine_work(
-    manifest: Manifest,
-    forward: float,
-    packed: float,
-    hidden_bytes: int,
-    descent: float = 0.0,
-    weighting: float = 0.0,
+    job: PlannedJob, forward: float, packed: float, descent: float = 0.0, weighting: float = 0.0
 ) -> RefineWork:
     """Return the work of a layer.
 
     `forward`, `packed`: operations per token of the dense and the compressed layer. `descent`: `layer_descent_flops`.
     `weighting`: operations per token that weigh an error by the moment of the gradient, or 0.
     """
-    settings, calibration = settings_of(manifest), manifest.calibration
+    settings, calibration, sequence = settings_of(job.manifest), job.manifest.calibration, job.sequence
     if settings is None or calibration is None:
         return UNREFINED
-    sequence = calibration.sequence_length
-    steps, tokens = training_steps(settings.steps, sequence), calibration.samples * sequence
+    steps = training_steps(settings.steps, sequence)
     measured = (MEASURED + SCALED * (weighting > 0)) * held_out_samples(calibration.samples, sequence)
     independent, dense = settings.inputs != "compressed", settings.inputs == "dense"
     return RefineWork(
@@ -75,8 +70,8 @@ def refine_work(
         steps=steps,
         flops=float((BACK * steps * step_samples(sequence) + measured) * sequence * (packed + weighting)),
         descent=float(steps * descent),
-        read_bytes=2.0 * hidden_bytes,
-        passing_flops=float(tokens * (forward if dense else forward + packed)),
+        read_bytes=2.0 * job.hidden_bytes,
+        passing_flops=float(job.tokens * (forward if dense else forward + packed)),
     )
 
 

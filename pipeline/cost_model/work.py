@@ -214,7 +214,7 @@ class _Busiest:
         """Return the work of the training. `packed`: operations of a token's pass through the compressed layer."""
         weighting = 2.0 * self.layer.hidden**2 if OUTPUT_GRADIENT in self.gradients else 0.0
         descent = layer_descent_flops(self.layer, keep)
-        return refine_work(self.job.manifest, self.forward, packed, self.job.hidden_bytes, descent, weighting)
+        return refine_work(self.job, self.forward, packed, descent, weighting)
 
     def added_bytes(self, moment: Moment) -> float:
         """Return the bytes moved to sum a moment. The last product of a shard may have fewer rows."""

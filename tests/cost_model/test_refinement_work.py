@@ -19,16 +19,17 @@ NODE = replace(NOMINAL_CPU, workers_per_node=8)
 TEXT = {"text": {"files": ["a"]}, "samples": 64, "sequence_length": 256, "shards": 4}
 
 
-def work(**refine: Any) -> Any:
-    job = manifest({"refine": refine or True}, calibration=TEXT)
-    return refine_work(job, forward=100.0, packed=60.0, hidden_bytes=4096)
+def work(weighting: float = 0.0, **refine: Any) -> RefineWork:
+    job = PlannedJob.of(manifest({"refine": refine or True}, calibration=TEXT), llama())
+    found = refine_work(job, forward=100.0, packed=60.0, weighting=weighting)
+    assert found.read_bytes == 2 * 64 * 256 * 48 * 2
+    return replace(found, read_bytes=8192.0)  # so that passes are not negligible
 
 
 def test_a_step_is_three_passes_of_its_samples() -> None:
     measured = 13 * 6 * 256 * 60.0  # errors of six held-out samples, and of six others
     assert work(steps=10).flops == 3 * 10 * 1024 * 60.0 + measured
-    weighed = refine_work(manifest({"refine": {"steps": 10}}, calibration=TEXT), 100.0, 60.0, 4096, weighting=5.0)
-    assert weighed.flops == (3 * 10 * 1024 + 14 * 6 * 256) * 65.0
+    assert work(5.0, steps=10).flops == (3 * 10 * 1024 + 14 * 6 * 256) * 65.0
     assert (work().steps, work(steps=10, learning_rate=0.1).steps) == (200, 10)
     assert work().passing_flops == 64 * 256 * (100.0 + 60.0)
 
@@ -76,4 +77,4 @@ def test_memory_is_the_layers_and_a_steps() -> None:
     assert short > 20 * layer.numbers()
     assert long > 3 * 4 * layer.attention.heads * 8192**2
     assert refine_bytes(manifest({}, calibration=TEXT), layer) == 0
-    assert refine_work(manifest({}, calibration=TEXT), 1.0, 1.0, 1) == replace(UNREFINED)
+    assert refine_work(PlannedJob.of(manifest({}, calibration=TEXT), llama()), 1.0, 1.0) == UNREFINED
