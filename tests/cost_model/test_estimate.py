@@ -69,17 +69,6 @@ def test_a_small_job_by_hand() -> None:
     assert plan.output_bytes == 2 * plan.expected_numbers
     assert plan.statistics_bytes_per_layer == 8 * (2 * 16 * 16 + 80 * 80)
     assert plan.activation_bytes == 320 * 48 * 2
-    claimed, outer = 32 * 48 + 48 * 64 + 3 * 80 * 48, MODEL - 6 * LAYER
-    copied = 6 * (LAYER - claimed)
-    assert plan.read_phases == {
-        "digests": 1000 + 2 * (copied + outer),  # what is copied is checked, too
-        **dict.fromkeys(("texts", "importance", "statistics"), 2 * MODEL),
-        "propagate": 2 * copied,
-        "solve": 2 * 6 * LAYER,
-        "verify": plan.output_bytes - 2 * outer,
-        **dict.fromkeys(("compare", "held-out"), 2 * MODEL + plan.output_bytes),
-        "assemble": 2 * outer,
-    }
     assert plan.read_bytes == sum(plan.read_phases.values())
     assert plan.forward_flops == 3 * 6 * 320 * (2 * LAYER + 2 * 32 * 64)
     assert plan.moment_flops == 6 * 320 * (2 * 4 * 16 * 16 + 2 * 80 * 80)
