@@ -52,6 +52,11 @@ class Evaluation(ManifestBlock):
     whole_model: bool = False
     calibrate_prediction: bool = False
 
+    @property
+    def with_dense(self) -> bool:
+        """True if the dense model's perplexity is measured, too."""
+        return self.perplexity is not None and self.perplexity.dense
+
     @model_validator(mode="after")
     def _settings_have_tasks(self) -> Self:
         given = [name for name in TASK_SETTINGS if getattr(self, name) != Evaluation.model_fields[name].default]

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from manifests.loading import parse_manifest
@@ -31,7 +32,6 @@ LLAMA = {
     "405B": {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128,
              "num_key_value_heads": 8},
 }  # fmt: skip
-ITEMSIZE = 2  # bfloat16
 SHARDS, LENGTH = 256, 4096  # a sample each
 
 
@@ -53,28 +53,7 @@ def manifest_of(propagate: str, keep: bool | None = None, **entry: Any) -> Manif
 
 def prices_for(manifest: Manifest, shape: Geometry, rates: Rates) -> Prices:
     """Return the prices of a job that keeps 0.8 of a model's numbers."""
-    return prices_of(PlannedJob.of(manifest, shape), ITEMSIZE, rates, keep=0.8)
-
-
-def predict(
-    model: str,
-    propagate: str,
-    workers: int,
-    rates: Rates,
-    cached: bool = False,
-    failures_s: Sequence[float] = (),
-    keep: bool | None = None,
-    **entry: Any,
-) -> tuple[Simulated, dict[str, float]]:
-    """Predict a job by the simulator, and by the plan's closed form.
-
-    `failures_s`: times at which one worker after another dies; each is replaced as soon as another has started.
-    """
-    manifest, shape = manifest_of(propagate, keep, **entry), geometry(model)
-    prices = prices_for(manifest, shape, rates)
-    prices = replace(prices, passes=replace(prices.passes, workers=workers, cached=cached))
-    failures = [Failure(at, number % workers) for number, at in enumerate(failures_s)]
-    return simulate(job_of(manifest, shape, layers_per_commit(prices)), prices, failures), phase_seconds(prices)
+    return prices_of(PlannedJob.of(manifest, shape), rates, keep=0.8)
 
 
 def job_of(manifest: Manifest, geometry: Geometry, every: int) -> Job:
@@ -84,24 +63,52 @@ def job_of(manifest: Manifest, geometry: Geometry, every: int) -> Job:
     return replace(spec, every=every, allocate=lambda _: {task.key: {"rank": 1} for task in planned.tasks})
 
 
+@dataclass(frozen=True)
+class Case:
+    """A job on some GPUs.
+
+    Attributes:
+        cached: moments and layers are read again from memory.
+        keep: of its statistics.
+        entry: its method, by default `flat_llm`.
+    """
+
+    model: str
+    workers: int
+    cached: bool
+    propagate: str = "dense"
+    keep: bool | None = None
+    entry: Mapping[str, Any] = field(default_factory=dict)
+
+    def predict(self, rates: Rates, failures_s: Sequence[float] = ()) -> tuple[Simulated, dict[str, float]]:
+        """Predict the job by the simulator, and by the plan's closed form.
+
+        `failures_s`: times at which one worker after another dies; each is replaced as soon as another has started.
+        """
+        manifest, shape = manifest_of(self.propagate, self.keep, **self.entry), geometry(self.model)
+        prices = prices_for(manifest, shape, rates)
+        prices = replace(prices, passes=replace(prices.passes, workers=self.workers, cached=self.cached))
+        failures = [Failure(at, number % self.workers) for number, at in enumerate(failures_s)]
+        return simulate(job_of(manifest, shape, layers_per_commit(prices)), prices, failures), phase_seconds(prices)
+
+
 def rows(rates: Rates, failures_s: Sequence[float] = ()) -> Iterator[str]:
     """Yield the lines of the table of predictions."""
     yield "| model | propagate | ranks | read again from | GPUs | minutes | in closed form | idle share |"
     yield "|---|---|---|---|---|---|---|---|"
-    for model, propagate, workers, cached in (
-        ("70B", "dense", 1, False), ("70B", "dense", 8, False), ("70B", "dense", 1, True), ("70B", "dense", 8, True),
-        ("70B", "dense", 64, True), ("70B", "compressed", 1, True), ("70B", "compressed", 8, True),
-        ("405B", "dense", 8, False), ("405B", "dense", 8, True),
-    ):  # fmt: skip
-        simulated, phases = predict(model, propagate, workers, rates, cached, failures_s)
-        yield f"| {model} | {propagate} | importance | {_place(cached)} | {workers} | {_figures(simulated, phases)} |"
-    for model, workers, cached, keep in (
-        ("70B", 1, True, None), ("70B", 8, False, None), ("70B", 8, True, None),
-        ("405B", 8, False, None), ("405B", 8, False, False), ("405B", 8, True, None),
-    ):  # fmt: skip
-        simulated, phases = predict(model, "dense", workers, rates, cached, failures_s, keep, allocation="uniform")
-        ranks = "uniform" if keep is None else "uniform, `keep: false`"
-        yield f"| {model} | dense | {ranks} | {_place(cached)} | {workers} | {_figures(simulated, phases)} |"
+    ranked = (
+        Case("70B", 1, False), Case("70B", 8, False), Case("70B", 1, True), Case("70B", 8, True), Case("70B", 64, True),
+        Case("70B", 1, True, "compressed"), Case("70B", 8, True, "compressed"), Case("405B", 8, False),
+        Case("405B", 8, True),
+    )  # fmt: skip
+    uniform = (
+        Case("70B", 1, True), Case("70B", 8, False), Case("70B", 8, True), Case("405B", 8, False),
+        Case("405B", 8, False, keep=False), Case("405B", 8, True),
+    )  # fmt: skip
+    for case in (*ranked, *(replace(case, entry={"allocation": "uniform"}) for case in uniform)):
+        ranks = case.entry.get("allocation", "importance") + (", `keep: false`" if case.keep is False else "")
+        place, figures = "memory" if case.cached else "disk", _figures(*case.predict(rates, failures_s))
+        yield f"| {case.model} | {case.propagate} | {ranks} | {place} | {case.workers} | {figures} |"
 
 
 def loss_rows(rates: Rates, failures_s: Sequence[float] = ()) -> Iterator[str]:
@@ -112,17 +119,12 @@ def loss_rows(rates: Rates, failures_s: Sequence[float] = ()) -> Iterator[str]:
     entries: tuple[dict[str, Any], ...] = (
         {}, {"correct": "output"}, {"refine": True}, {"refine": {"inputs": "dense"}}, {"refine": {"inputs": "mixed"}},
     )  # fmt: skip
-    for entry, workers in ((entry, workers) for entry in entries for workers in (1, 8)):
-        simulated, phases = predict(
-            "70B", "dense", workers, rates, True, failures_s, None, **{"method": "loss_aware", **entry}
-        )
+    for entry, workers in product(entries, (1, 8)):
+        case = Case("70B", workers, cached=True, entry={"method": "loss_aware", **entry})
+        simulated, phases = case.predict(rates, failures_s)
         named = ", ".join(f"`{name}: {str(value).lower()}`" for name, value in entry.items()) or "defaults"
         spent = " | ".join(f"{simulated.busy.get(kind, 0.0) / 60 / workers:.1f}" for kind in kinds)
         yield f"| {named} | {workers} | {_figures(simulated, phases)} | {spent} |"
-
-
-def _place(cached: bool) -> str:
-    return "memory" if cached else "disk"
 
 
 def _figures(simulated: Simulated, phases: dict[str, float]) -> str:

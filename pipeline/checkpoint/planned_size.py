@@ -35,7 +35,7 @@ def plan_of(inputs: Inputs) -> Plan:
 
 def bounded_plan(inputs: Inputs, size: Size | None = None) -> Plan:
     """Return a plan with the checkpoint's `size`, or an upper bound on it."""
-    return make_plan(inputs.planned, inputs.dtype.itemsize, inputs.source_bytes, size)
+    return make_plan(inputs.planned, inputs.source_bytes, size)
 
 
 def planned_size(inputs: Inputs) -> Size | None:

@@ -10,11 +10,8 @@ from manifests.quantize import OUTER_BITS, OUTER_ROLES, Quantize
 from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
-from pipeline.methods.method import Task
 from pipeline.methods.registry import Methods, saved_numbers
 from pipeline.methods.rounded_size import rounding_overhead
-
-MOST_BITS = 8  # the largest choice of bits
 
 
 @dataclass(frozen=True)
@@ -79,64 +76,53 @@ class _Claimed:
 
 def _most_bytes(job: PlannedJob, numbers: int) -> int:
     """Return the largest size in bytes of `numbers` numbers, those with the widest dtypes."""
-    geometry, tasks = job.geometry, job.tasks
-    claimed = sorted(_claimed(job.manifest.quantize, geometry, tasks), key=lambda each: -each.bits)
-    dense = sum(each.numbers for each in claimed)
-    roles_of: dict[int, tuple[str, ...]] = {}
-    for index, roles in _claims(tasks):
-        roles_of[index] = (*roles_of.get(index, ()), *roles)
-    claimed_bytes = sum(geometry.layers[layer].num_bytes(roles) for layer, roles in roles_of.items())
-    decoded_bytes = geometry.model_bytes() + sum(
-        layer.grown_bytes(roles_of.get(layer.index, ())) for layer in geometry.layers
-    )
-    outside = [(layer, role) for layer, roles in roles_of.items() for role in roles if role in OUTER_ROLES]
-    decoded_bytes += geometry.grown_outer_bytes([f"{geometry.layers[at].path(role)}.weight" for at, role in outside])
-    remaining, bits = numbers - (geometry.model_numbers() - dense), 0.0
-    for each in claimed:
+    geometry, claims = job.geometry, [*_claims(job)]
+    claimed = [_claimed(job, layer, roles) for layer, roles in claims]
+    remaining, bits, widest = numbers - geometry.model_numbers() + sum(each.numbers for each in claimed), 0.0, 0.0
+    for each in sorted(claimed, key=lambda each: -each.bits):
         stored = min(remaining, each.numbers)
         bits += stored * each.bits + each.additional
         remaining -= stored
-    bits += remaining * max(
-        (each.bits for each in claimed), default=0.0
-    )  # if factors have more numbers than the source
-    return decoded_bytes - claimed_bytes + math.ceil(bits / 8)
+        widest = max(widest, each.bits)
+    bits += remaining * widest  # if factors have more numbers than the source
+    roles_of: dict[int, set[str]] = {layer.index: set() for layer in geometry.layers}
+    for layer, roles in claims:
+        roles_of[layer.index].update(roles)
+    grown = sum(layer.grown_bytes(roles_of[layer.index]) for layer in geometry.layers)
+    outside = [f"{layer.path(role)}.weight" for layer, roles in claims for role in roles if role in OUTER_ROLES]
+    grown += geometry.grown_outer_bytes(outside)
+    replaced = sum(layer.num_bytes(roles) for layer, roles in claims)
+    return geometry.model_bytes() + grown - replaced + math.ceil(bits / 8)
 
 
-def _claimed(quantize: Quantize | None, geometry: Geometry, tasks: Sequence[Task]) -> Iterator[_Claimed]:
-    for index, roles in _claims(tasks):
-        layer = geometry.layers[index]
-        widest = max(_bits(quantize, layer, role) for role in roles)
-        shapes = {key: shape for key, (_, shape) in layer.tensors(roles).items() if not key.endswith(".weight")}
-        vectors, own = sum(map(math.prod, shapes.values())), max(map(layer.bits_of, shapes), default=0)
-        extra = vectors * max(0.0, own - widest)
-        if quantize is not None:
-            matrices = [layer.weight_shape(role) for role in roles if _is_rounded(quantize, layer, role)]
-            numbers = rounding_overhead(matrices, _code_bits(quantize, roles[0]), quantize, layer.bits)
-            extra += numbers * max(layer.bits_of(f"{role}.weight") for role in roles)
-        yield _Claimed(layer.numbers(roles), widest, extra)
+def _claimed(job: PlannedJob, layer: LayerGeometry, roles: Sequence[str]) -> _Claimed:
+    quantize, widest = job.manifest.quantize, max(_bits(job, layer, role) for role in roles)
+    shapes = {key: shape for key, (_, shape) in layer.tensors(roles).items() if not key.endswith(".weight")}
+    vectors, own = sum(map(math.prod, shapes.values())), max(map(layer.bits_of, shapes), default=0)
+    extra = vectors * max(0.0, own - widest)
+    if quantize is not None:
+        matrices = [layer.weight_shape(role) for role in roles if job.rounds(layer, role)]
+        numbers = rounding_overhead(matrices, _code_bits(quantize, roles[0]), quantize, layer.bits)
+        extra += numbers * max(layer.bits_of(f"{role}.weight") for role in roles)
+    return _Claimed(layer.numbers(roles), widest, extra)
 
 
-def _claims(tasks: Sequence[Task]) -> Iterator[tuple[int, tuple[str, ...]]]:
+def _claims(job: PlannedJob) -> Iterator[tuple[LayerGeometry, tuple[str, ...]]]:
     """Yield layer and roles of each task, every role once, because all points of a sweep claim the same roles."""
     claimed: set[tuple[int, str]] = set()
-    for task in tasks:
+    for task in job.tasks:
         if roles := tuple(role for role in task.roles if (task.layer, role) not in claimed):
-            yield task.layer, roles
+            yield job.geometry.layers[task.layer], roles
         claimed |= {(task.layer, role) for role in roles}
 
 
-def _bits(quantize: Quantize | None, layer: LayerGeometry, role: str) -> float:
+def _bits(job: PlannedJob, layer: LayerGeometry, role: str) -> float:
     """Return the stored bits of a number of a role's matrix, including its share of a scale."""
-    own = layer.bits_of(f"{role}.weight")
-    if quantize is None or not _is_rounded(quantize, layer, role):
+    own, quantize = layer.bits_of(f"{role}.weight"), job.manifest.quantize
+    if quantize is None or not job.rounds(layer, role):
         return own
     return _code_bits(quantize, role) + (own / quantize.group if quantize.group else 0.0)
 
 
-def _is_rounded(quantize: Quantize, layer: LayerGeometry, role: str) -> bool:
-    return role in (*layer.matrices, *quantize.outer_roles) and not quantize.skips(role)
-
-
 def _code_bits(quantize: Quantize, role: str) -> int:
-    chosen = OUTER_BITS if role in OUTER_ROLES else MOST_BITS
-    return chosen if quantize.bits == "auto" else quantize.bits
+    return OUTER_BITS if quantize.bits == "auto" and role in OUTER_ROLES else max(quantize.choices)

@@ -16,9 +16,8 @@ def committing_seconds(prices: Prices) -> float:
 
     In a dense pass, the layer's sums are committed with it and must be stored before.
     """
-    rates, passes, size = prices.rates, prices.passes, prices.work.moment_bytes
-    reducing = prices.collect_seconds(size) + prices.add_seconds(size) + prices.store_seconds(size)
-    writing = prices.work.hidden_bytes / passes.nodes(rates) / rates.disk
+    rates, passes, reducing = prices.rates, prices.passes, sum(prices.sum_seconds(prices.work.moment_bytes))
+    writing = prices.work.hidden_bytes / prices.nodes / rates.disk
     return writing + passes.rounds * passes.shards * rates.commit_s + (0.0 if passes.compressed else reducing)
 
 

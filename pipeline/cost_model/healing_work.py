@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from manifests.heal import CHECKPOINTED_BYTES, LOGIT_ROWS, MICRO_TOKENS, TrainingMemory, step_windows
 from manifests.schema import Manifest, Workers
 from pipeline.cost_model.prices import WORKERS_SECONDS
-from pipeline.cost_model.rates import NOMINAL_CPU, Rates
+from pipeline.cost_model.rates import BACK, NOMINAL_CPU, Rates
 from pipeline.cost_model.work import scoring_flops
 from pipeline.families.geometry import Geometry
 from pipeline.kernels.teacher_rows import row_bytes
@@ -17,8 +17,9 @@ from pipeline.units.sharding import EVALUATED_TOKENS, HELD_OUT
 
 DEFAULT_LENGTH = 2048  # tokens of a window in a job without calibration
 EVALUATIONS = 9
-PRODUCTS = 3.0  # forward, and two backward; the gradient of the embeddings and of the head is not computed
-CHECKPOINTED = 4.0  # the same, if the backward pass repeats the forward pass
+# In forward passes: a step, whose gradient of the embeddings and of the head is not computed; the same, if the backward
+# pass repeats the forward pass.
+PRODUCTS, CHECKPOINTED = BACK, BACK + 1
 MASTER_BYTES = 4  # bytes of a number in training
 STATE_BYTES = 4 + 4 + 4  # bytes beside a trained number: its gradient, both moments of Adam
 # Bytes of a number in a step between processes, or between host and GPU: gathered twice, its gradient summed once.
@@ -36,16 +37,14 @@ class HealingWork:
     """The work of a healing.
 
     Attributes:
-        tokens: trained tokens, once; held_out: held-out tokens.
-        processes: the number of processes that train; workers: the settings of each.
+        tokens: trained tokens, once.
+        workers: the settings of the processes that train.
         teacher_flops, training_flops, evaluation_flops: operations, of all processes together.
         trained_numbers: the trained numbers, once for each step.
         memory: the memory of the processes; disk_bytes: bytes in the run directory.
     """
 
     tokens: int
-    held_out: int
-    processes: int
     workers: Workers
     teacher_flops: float
     training_flops: float
@@ -53,6 +52,11 @@ class HealingWork:
     trained_numbers: float
     memory: TrainingMemory
     disk_bytes: int
+
+    @property
+    def processes(self) -> int:
+        """The number of processes that train."""
+        return self.workers.max
 
     def offloads(self, rates: Rates) -> bool:
         """Return True if a process's part of the layers is in host memory, because a GPU does not hold it."""
@@ -90,58 +94,64 @@ class HealingWork:
         }
 
 
-def healing_work(manifest: Manifest, geometry: Geometry, share: float, itemsize: int) -> HealingWork | None:
+def healing_work(manifest: Manifest, geometry: Geometry, share: float, tokens: int | None = None) -> HealingWork | None:
     """Return the work of a job's healing; None without one, or if its text has an unknown number of tokens.
 
-    `share`: numbers of the compressed model, relative to the dense one's. `itemsize`: bytes of a stored number.
+    `share`: numbers of the compressed model, relative to the dense one's. `tokens`: of the text, if it was read.
     """
     heal, calibration = manifest.heal, manifest.calibration
     if heal is None:
         return None
-    tokens = heal.tokens
-    if tokens is None:
-        if heal.text is not None or calibration is None:
-            return None
-        tokens = calibration.samples * calibration.sequence_length
     length = calibration.sequence_length if calibration else DEFAULT_LENGTH
+    if tokens is None:
+        tokens = heal.tokens
+    if tokens is None and heal.text is None and calibration is not None:
+        tokens = calibration.samples * length
+    if tokens is None:
+        return None
     held_out = min(tokens // HELD_OUT, EVALUATED_TOKENS)
     dense = scoring_flops(geometry, length)
-    processes, layers = manifest.workers.max, geometry.num_layers
-    activations = 4 * ACTIVATION_NUMBERS * geometry.hidden * layers * max(length, MICRO_TOKENS)
-    twice = activations > CHECKPOINTED_BYTES
-    windows = max(1, tokens // length)
+    processes, windows = manifest.workers.max, max(1, tokens // length)
     steps = math.ceil(heal.epochs * windows / step_windows(windows, length, heal.epochs, processes))
-    numbers = int(geometry.model_numbers() * share)
-    outside = min(numbers, geometry.model_numbers() - geometry.decoder_numbers())  # embeddings and head
-    written = numbers - outside
-    rounding, trained, divided = manifest.quantize, written, 0
-    whole = outside * MASTER_BYTES
-    if rounding is not None:  # rows are multiplied out while a layer computes
-        trained = written if heal.what == "codes" else written // (rounding.group or LONG_GROUP)
-        bits = 8 if rounding.bits == "auto" else rounding.bits
-        if "head" in rounding.outer_roles:  # the dense head, beside the rounded one
-            whole += MASTER_BYTES * geometry.hidden * geometry.vocab
-        divided = written * bits // 8
-        whole += MULTIPLIED_OUT * (written // layers if twice else written)
-    whole += LOGIT_ROWS * ROW_TENSORS * 4 * geometry.vocab + (0 if manifest.workers.gpus else LAYER_KERNELS * layers)
-    kept = 4 * geometry.hidden * layers * max(length, MICRO_TOKENS)  # inputs of layers
-    whole += activations // layers + kept if twice else activations
-    memory = TrainingMemory(
-        divided=divided + trained * (MASTER_BYTES + STATE_BYTES),
-        copies=trained * (MASTER_BYTES + itemsize),
-        whole=whole,
-        gathered=(2 + 2) * MASTER_BYTES * (trained // layers),  # weights, and gradients
-    )
+    numbers, itemsize = int(geometry.model_numbers() * share), geometry.bits // 8
+    memory, trained, passes = _training(manifest, geometry, numbers, length)
     rows = tokens * row_bytes(geometry.vocab) + held_out * geometry.hidden * 4
     return HealingWork(
         tokens=tokens,
-        held_out=held_out,
-        processes=processes,
         workers=manifest.workers,
         teacher_flops=(tokens + held_out) * dense,
-        training_flops=heal.epochs * tokens * dense * share * (CHECKPOINTED if twice else PRODUCTS),
+        training_flops=heal.epochs * tokens * dense * share * passes,
         evaluation_flops=EVALUATIONS * held_out * (dense * share + 2.0 * geometry.hidden * geometry.vocab),
         trained_numbers=float(steps * trained),
         memory=memory,
         disk_bytes=rows + numbers * itemsize + 2 * trained * (MASTER_BYTES + 8 + itemsize),
     )
+
+
+def _training(manifest: Manifest, geometry: Geometry, numbers: int, length: int) -> tuple[TrainingMemory, int, int]:
+    """Return the memory of the processes, the trained numbers, and the cost of a step in forward passes.
+
+    `numbers`: of the compressed model. `length`: tokens of a window.
+    """
+    heal, rounding, layers = manifest.heal, manifest.quantize, geometry.num_layers
+    outside = min(numbers, geometry.model_numbers() - geometry.decoder_numbers())  # embeddings and head
+    inputs = 4 * geometry.hidden * layers * max(length, MICRO_TOKENS)  # of all layers
+    activations = ACTIVATION_NUMBERS * inputs
+    twice = activations > CHECKPOINTED_BYTES
+    written = trained = numbers - outside
+    divided, whole = 0, outside * MASTER_BYTES
+    if rounding is not None:  # rows are multiplied out while a layer computes
+        trained = written if heal and heal.what == "codes" else written // (rounding.group or LONG_GROUP)
+        if "head" in rounding.outer_roles:  # the dense head, beside the rounded one
+            whole += MASTER_BYTES * geometry.hidden * geometry.vocab
+        divided = written * max(rounding.choices) // 8
+        whole += MULTIPLIED_OUT * (written // layers if twice else written)
+    whole += LOGIT_ROWS * ROW_TENSORS * 4 * geometry.vocab + (0 if manifest.workers.gpus else LAYER_KERNELS * layers)
+    whole += activations // layers + inputs if twice else activations
+    memory = TrainingMemory(
+        divided=divided + trained * (MASTER_BYTES + STATE_BYTES),
+        copies=trained * (MASTER_BYTES + geometry.bits // 8),
+        whole=whole,
+        gathered=(2 + 2) * MASTER_BYTES * (trained // layers),  # weights, and gradients
+    )
+    return memory, trained, CHECKPOINTED if twice else PRODUCTS

@@ -11,10 +11,9 @@ from manifests.schema import Manifest
 from pipeline.cost_model.completion_work import completion_bytes, moments_without_others
 from pipeline.cost_model.passes import PlannedPasses
 from pipeline.cost_model.planned_job import PlannedJob
-from pipeline.cost_model.refinement_work import SCORES, VALUE_BYTES, refine_bytes
-from pipeline.cost_model.vocabulary import outer_bytes, pulled_logits_bytes
+from pipeline.cost_model.refinement_work import SCORES, VALUE_BYTES, backward_numbers, refine_bytes, settings_of
+from pipeline.cost_model.vocabulary import FLOAT, outer_bytes, pulled_logits_bytes
 from pipeline.cost_model.work import pair_bytes
-from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.gptq import FED_NUMBERS
 from pipeline.kernels.moments import ROWS_PER_PRODUCT
@@ -22,6 +21,7 @@ from pipeline.methods.experts.removal import REFITTED
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import LayerTasks
 from pipeline.methods.work import moment_width
+from pipeline.units.sharding import TEXT_TOKENS
 
 DEVICE_PROCESS_BYTES = 2 * 2**30  # additional host memory for CUDA's libraries and context
 PROCESS_BYTES = 440 * 2**20  # a worker's Python with torch, transformers and ray, and what its libraries set up
@@ -34,37 +34,60 @@ SAMPLE_BYTES = 8  # per number of a sample, in addition to the sample, if expert
 CURVE_SAMPLE_BYTES = 4 * (1 + REFITTED)  # the same, if a curve measures refits
 
 
-def worker_peak(job: PlannedJob, itemsize: int, moments: tuple[int, int], activations: int) -> tuple[int, int]:
+def worker_bytes(job: PlannedJob, passes: PlannedPasses) -> tuple[int, int]:
     """Return a worker's peak of host and of device memory, at the largest layer. Without a GPU, the latter is 0.
 
-    `moments`: bytes of the moments that are summed at a time, and of solving one task. `activations`: bytes of its
-    hidden states. With a GPU, host memory holds the process, a layer that is read ahead, hidden states, and a layer's
-    reduced moments.
+    With a GPU, host memory holds the process, a layer that is read ahead, hidden states, and a layer's reduced
+    moments.
     """
-    manifest, geometry = job.manifest, job.geometry
-    calibration = manifest.calibration
+    workers, (layer, placed) = job.manifest.workers, layer_bytes(job)
+    summed = max((part_bytes(geometry, own, workers.experts) for geometry, own in job.claimed), default=0)
+    solving = solving_bytes(job)
+    if passes.in_pass:  # in memory at the same time: two layers of the pass, and the sums (triangles) of two layers
+        solving += layer + placed + summed
+    computing = max(solving, layer + placed + _passing_bytes(job, summed))
+    host, limit = PROCESS_BYTES + KEPT_BYTES, int(workers.activation_memory_gb * 2**30)
+    host += min(_held_states(job, passes.workers), limit)
+    if settings_of(job.manifest):
+        host += min(2 * job.hidden_bytes, limit)  # the targets
+    if workers.gpus:
+        return host + DEVICE_PROCESS_BYTES + layer + summed, computing
+    return host + computing + shared_bytes(passes, summed, layer), 0
+
+
+def _held_states(job: PlannedJob, workers: int) -> int:
+    """Return the bytes of a worker's hidden states: of calibration samples beside held-out windows, or of both texts,
+    which pass before these.
+
+    A worker takes windows through one model at a time, in float32; with several workers, half of them take each text.
+    """
+    if not job.tokens:
+        return 0
+    token, itemsize, states = FLOAT * job.geometry.hidden, job.itemsize, job.hidden_bytes
+    if job.geometry.streams(job.manifest.workers.experts):  # between the slices of a layer
+        states = states * (2 * itemsize + max(FLOAT, itemsize)) // itemsize
+    texts = min(job.tokens, TEXT_TOKENS) + (TEXT_TOKENS if job.manifest.evaluation.perplexity else 0)
+    windows = job.held_out_windows * job.sequence
+    return max(states // workers + token * windows, token * texts // math.ceil(workers / 2))
+
+
+def _passing_bytes(job: PlannedJob, summed: int) -> int:
+    """Return the most memory that a pass takes beside its layer. `summed`: bytes of the moments summed at a time."""
+    calibration, geometry = job.manifest.calibration, job.geometry
     widest = max(block.width for each in geometry.layers for block in each.mlps)
-    layer, placed = layer_bytes(manifest, geometry, itemsize)
-    batch = calibration.micro_batch * calibration.sequence_length if calibration else 0
     features = 6 * geometry.hidden + max(
         3 * round(sum(block.share * block.width for block in each.mlps)) + 4 * each.query_features
         for each in geometry.layers
     )
-    hidden_states = min(activations, int(manifest.workers.activation_memory_gb * 2**30))
-    statistics, solving = moments
+    batch = calibration.micro_batch * job.sequence if calibration else 0
     # Values of several micro-batches are joined for one product.
-    shard = -(-calibration.samples // calibration.shards) * calibration.sequence_length if calibration else 0
+    shard = -(-calibration.samples // calibration.shards) * job.sequence if calibration else 0
     rows = max(batch, min(ROWS_PER_PRODUCT, shard))
-    waiting = (rows - batch) * _summed_features(job) * itemsize
-    product = rows * widest * 4 if statistics else 0  # its rows are scaled first
-    embedding = geometry.hidden * geometry.vocab * itemsize if calibration else 0  # beside the first layer
-    passing = layer + placed + embedding + statistics + batch * features * 4 + waiting + product
-    outside = layer + placed + batch * features * 4 + outer_bytes(manifest, geometry, itemsize, batch)
-    pulling = layer + placed + gradient_bytes(job, itemsize)
-    computing = max(passing, solving, outside, pulling)
-    if manifest.workers.gpus == 0:
-        return PROCESS_BYTES + KEPT_BYTES + hidden_states + computing, 0
-    return PROCESS_BYTES + KEPT_BYTES + DEVICE_PROCESS_BYTES + hidden_states + layer + statistics, computing
+    waiting = (rows - batch) * _summed_features(job) * job.itemsize
+    product = rows * widest * FLOAT if summed else 0  # its rows are scaled first
+    embedding = geometry.hidden * geometry.vocab * job.itemsize if calibration else 0  # beside the first layer
+    values = batch * features * FLOAT
+    return max(embedding + summed + values + waiting + product, values + outer_bytes(job, batch), gradient_bytes(job))
 
 
 def _summed_features(job: PlannedJob) -> int:
@@ -77,7 +100,7 @@ def _summed_features(job: PlannedJob) -> int:
     return round(max(each, default=0))
 
 
-def gradient_bytes(job: PlannedJob, itemsize: int) -> int:
+def gradient_bytes(job: PlannedJob) -> int:
     """Return the memory of the backward pass of a sample beside its layer; 0 without gradients.
 
     It holds the values that a layer's backward pass needs, with the scores of attention, and the tensors to be summed:
@@ -93,24 +116,25 @@ def gradient_bytes(job: PlannedJob, itemsize: int) -> int:
     for layer, moments in asking:
         waiting = rows * sum(layer.share(each.point) * each.heads * moment_width(each, layer) for each in moments)
         sums = sum(moment_bytes(each, layer) for each in moments) // 2
-        widths = sum(block.share * block.width for block in layer.mlps)
-        values = sequence * (12 * layer.hidden + 6 * layer.query_features + 5 * widths)
+        values = sequence * backward_numbers(layer, sum(block.share * block.width for block in layer.mlps))
         scores = VALUE_BYTES * layer.query_heads * sequence**2
-        pulled = max((SCORES - 1) * scores, pulled_logits_bytes(job.manifest, job.geometry, itemsize))
+        pulled = max((SCORES - 1) * scores, pulled_logits_bytes(job))
         most = max(most, round(VALUE_BYTES * (waiting + values)) + sums + scores + pulled)
     return most
 
 
-def layer_bytes(manifest: Manifest, geometry: Geometry, itemsize: int) -> tuple[int, int]:
+def layer_bytes(job: PlannedJob) -> tuple[int, int]:
     """Return the bytes of the largest layer as it is read ahead (onto the GPU, if there is one) and as it is computed.
 
     If a layer has more experts than a worker holds, only one slice of them counts.
     """
-    held = [(each, each.held_roles(manifest.workers.experts)) for each in geometry.layers]
+    workers = job.manifest.workers
+    held = [(each, each.held_roles(workers.experts)) for each in job.geometry.layers]
     largest = max(each.numbers(roles) for each, roles in held)
     stored = max(each.num_bytes(roles) for each, roles in held)
-    gpu = manifest.workers.gpus > 0
-    return stored, max(stored, largest * itemsize) if gpu else largest * max(4, itemsize)  # a CPU may use float32
+    if workers.gpus:
+        return stored, max(stored, largest * job.itemsize)
+    return stored, largest * max(FLOAT, job.itemsize)  # a CPU may use float32
 
 
 def shared_bytes(passes: PlannedPasses, summed: int, stored: int) -> int:
@@ -139,9 +163,9 @@ def solving_bytes(job: PlannedJob) -> int:
     """Return the memory of the largest solve or training of a layer."""
     manifest, held = job.manifest, job.manifest.workers.experts
     solves = (
-        _streamed_bytes(task, layer, job.tokens)
+        _streamed_bytes(task, layer)
         if layer.num_experts > held and _experts_of(task, layer) > held
-        else max(solve_bytes(task, layer), rounding_bytes(manifest, task, layer))
+        else max(solve_bytes(task, layer), rounding_bytes(manifest, task, layer), correction_bytes(task, layer))
         for layer, own in job.claimed
         for task in own.tasks
     )
@@ -160,6 +184,18 @@ def solve_bytes(task: Task, geometry: LayerGeometry) -> int:
     copies = (CURVE_COPIES if fits else SOLVE_COPIES) * moments
     solving = max(copies, 2 * moments + completion_bytes(task, geometry))
     return solving + samples + geometry.numbers(task.roles) * 8 + geometry.num_bytes(task.roles)
+
+
+def correction_bytes(task: Task, geometry: LayerGeometry) -> int:
+    """Return the memory to correct and round a task without moments of its own; others hold more while they are solved.
+
+    It has the pair E[x xᵀ], E[e xᵀ] of a point, the damped moment and its factor, and the weights, also in float64.
+    """
+    if task.moments or not task.corrections:
+        return 0
+    width, numbers = max(geometry.features(pair.point) for pair in task.corrections), geometry.numbers(task.roles)
+    sums = MOMENT_BYTES * width * (3 * width + geometry.hidden)
+    return sums + 8 * numbers + geometry.num_bytes(task.roles) + FED_BYTES * min(FED_NUMBERS, numbers)
 
 
 def rounding_bytes(manifest: Manifest, task: Task, geometry: LayerGeometry) -> int:
@@ -182,7 +218,7 @@ def _experts_of(task: Task, layer: LayerGeometry) -> int:
     return len({block.name for block in layer.mlps if block.routing and block.roles[0] in task.roles})
 
 
-def _streamed_bytes(task: Task, geometry: LayerGeometry, tokens: int) -> int:
+def _streamed_bytes(task: Task, geometry: LayerGeometry) -> int:
     """Return the memory of a task whose experts are read one at a time.
 
     Memory holds two experts and the one that is being read, one expert in float64 with its moment, the sampled inputs,
@@ -194,15 +230,14 @@ def _streamed_bytes(task: Task, geometry: LayerGeometry, tokens: int) -> int:
     outside = [role for role in task.roles if role not in routed]
     extra = SAMPLE_BYTES if all(moment.kind == "sample" for moment in task.moments) else CURVE_SAMPLE_BYTES
     samples = sum(
-        min(1.0, tokens / moment.tokens) * moment_bytes(moment, geometry)
-        + min(moment.tokens, tokens) * extra * moment_width(moment, geometry)
+        moment_bytes(moment, geometry) + moment.tokens * extra * moment_width(moment, geometry)
         for moment in task.moments
         if moment.kind == "sample"
     )
     moments = sum(moment_bytes(moment, geometry) for moment in task.moments if moment.kind != "sample")
     moments += MOMENT_BYTES * expert.width**2
     weights = 3 * geometry.num_bytes(expert.roles) + 8 * geometry.numbers(expert.roles) + geometry.num_bytes(outside)
-    return round(SOLVE_COPIES * moments + samples + weights)
+    return SOLVE_COPIES * moments + samples + weights
 
 
 def moment_bytes(moment: Moment, geometry: LayerGeometry) -> int:

@@ -6,10 +6,8 @@ import math
 from dataclasses import dataclass
 
 from pipeline.cost_model.planned_job import PlannedJob
-from pipeline.cost_model.rates import Rates
 from pipeline.driver.in_flight import layers_ahead
 from pipeline.driver.job_spec import solves_in_pass
-from pipeline.units.sharding import held_out_windows
 
 
 @dataclass(frozen=True)
@@ -31,8 +29,8 @@ class PlannedPasses:
     layers: int
     shards: int
     workers: int
-    importance: int
-    compressed: bool
+    importance: int = 0
+    compressed: bool = False
     cached: bool = False
     gradient_shards: int = 1
     held_out_shards: int = 1
@@ -86,21 +84,12 @@ class PlannedPasses:
         """Return the busiest worker's share of this number of shards."""
         return math.ceil(shards / self.workers) / shards
 
-    def nodes(self, rates: Rates) -> int:
-        """Return the number of nodes with workers."""
-        return math.ceil(self.workers / rates.workers_per_node)
-
-    def source_cached(self, rates: Rates) -> bool:
-        """Return True if the source is in the page cache of all nodes, because the only node read it for digests."""
-        return self.cached and self.nodes(rates) == 1
-
 
 def planned_passes(job: PlannedJob) -> PlannedPasses:
     """Return the passes of a job."""
     manifest, geometry, passes = job.manifest, job.geometry, job.passes
     calibration = manifest.calibration
     shards = passes.shards if calibration else geometry.num_layers
-    samples, length = (calibration.samples, calibration.sequence_length) if calibration else (1, 1)
     compressed = passes.propagate == "compressed"
     return PlannedPasses(
         geometry.num_layers,
@@ -111,7 +100,7 @@ def planned_passes(job: PlannedJob) -> PlannedPasses:
         every=manifest.resume.every if isinstance(manifest.resume.every, int) else 0,
         gradient_shards=max(1, len(passes.gradient_shards)),
         local_gradients=passes.gradient == "local",
-        held_out_shards=max(1, min(shards, held_out_windows(samples, samples, length))),
+        held_out_shards=max(1, min(shards, job.held_out_windows)),
         in_pass=solves_in_pass(passes.propagate, job.tasks, ranks_wait=bool(passes.scores or job.predicted)),
         keep_statistics=passes.keep_statistics,
         joined=calibration is not None and geometry.streams(manifest.workers.experts),

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from pipeline.cost_model.passes import PlannedPasses
 from pipeline.cost_model.prices import ASSEMBLE_SECONDS, START_SECONDS, Prices
-from pipeline.cost_model.rates import Rates
 from pipeline.cost_model.solve_work import solve_seconds
 from pipeline.driver.in_flight import layers_ahead
 from pipeline.driver.layer_reading import LAYERS_AHEAD
@@ -28,22 +27,22 @@ def phase_seconds(prices: Prices) -> dict[str, float]:
         solves = [solve_seconds(solve, rates) for solve in work.solves]
         written = (4 if work.correction_flops else 1) + (work.refinement.steps > 0)
         together = min(layers, passes.workers) if work.refinement.independent else 1  # solved side by side
-        solving = layers / together * _spread(solves * together, passes.workers)
+        solving = layers / together * _makespan(solves * together, passes.workers)
         phases["solve"] = solving + layers * written * prices.write_seconds()
     if work.gradient_flops:
         phases["gradient"] = _gradient_seconds(prices)
     if work.curves:
         waiting = prices.moment_wait_seconds()
-        curves = _spread([solve_seconds(curve, rates) + waiting for curve in work.curves] * layers, passes.workers)
-        phases["curves"] = max(curves, layers * (prices.moments_from_disk_seconds() + prices.streamed_seconds()))
+        curves = _makespan([solve_seconds(curve, rates) + waiting for curve in work.curves] * layers, passes.workers)
+        phases["curves"] = max(curves, layers * prices.stored_seconds())
     if work.rounding:
-        phases["round"] = _spread([solve_seconds(task, rates) for task in work.rounding.values()], passes.workers)
+        phases["round"] = _makespan([solve_seconds(task, rates) for task in work.rounding.values()], passes.workers)
         if work.curves:
             phases["curves"] += work.trials * phases["round"]
     if work.correction_flops:
         phases["correct"] = layers * (prices.correction_seconds() * passes.rounds + pair_seconds(prices))
     if work.refinement.steps:
-        phases["refine"] = work.refinement.seconds(rates, passes)
+        phases["refine"] = prices.refine_seconds()
     phases |= _scoring_phases(prices, phases["solve"])
     phases["assemble"] = ASSEMBLE_SECONDS + prices.write_seconds()
     return phases
@@ -81,7 +80,7 @@ def _compressed_phases(prices: Prices) -> dict[str, float]:
     phases["reduce"] = layers * (prices.collect_seconds(work.moment_bytes) + prices.add_seconds(work.moment_bytes))
     waiting = prices.moment_wait_seconds()
     solves = [solve_seconds(solve, prices.rates) + waiting for solve in work.solves]
-    phases["solve"] = layers * _spread(solves, passes.workers)
+    phases["solve"] = layers * _makespan(solves, passes.workers)
     onward = prices.forward_seconds(packed=True) * passes.rounds
     each = max(onward, prices.write_seconds())
     commits = passes.commits * _commit_wait(prices, each, onward, work.hidden_bytes)
@@ -92,13 +91,13 @@ def _compressed_phases(prices: Prices) -> dict[str, float]:
 def _dense_phases(prices: Prices) -> dict[str, float]:
     """Return the phases of a dense pass, which computes layers while others are summed, stored and written."""
     work, rates, passes = prices.work, prices.rates, prices.passes
-    nodes, layers = passes.nodes(rates), passes.layers
+    nodes, layers = prices.nodes, passes.layers
     inputs = work.gradient_input_bytes / rates.disk
     statistics = (prices.statistics_seconds() + inputs) * passes.rounds + prices.grid_seconds()
     statistics += work.sample_bytes / rates.disk  # the pass waits until they are stored
-    collecting, adding = prices.collect_seconds(work.moment_bytes), prices.add_seconds(work.moment_bytes)
-    storing = prices.store_seconds(work.moment_bytes) if passes.stores else 0.0
-    reading = 0.0 if passes.source_cached(rates) else prices.read_seconds()
+    collecting, adding, storing = prices.sum_seconds(work.moment_bytes)
+    storing = storing if passes.stores else 0.0
+    reading = 0.0 if prices.source_cached else prices.read_seconds()
     on_disk = reading + (storing + inputs) / nodes + work.sample_bytes / rates.disk
     latency = (statistics + collecting + adding + storing) / (1 + passes.ahead)  # several layers at once
     network = prices.cross_seconds(work.moment_bytes) + prices.pass_on_seconds()
@@ -108,16 +107,15 @@ def _dense_phases(prices: Prices) -> dict[str, float]:
         size = work.hidden_bytes + work.gradient_input_bytes + work.sample_bytes
         passing += passes.commits * _commit_wait(prices, each, statistics, size, collecting + adding + storing)
     solves, waiting = [solve_seconds(solve, rates) for solve in work.solves], prices.moment_wait_seconds()
-    solving = _spread([seconds + waiting for seconds in solves for _ in range(layers)], passes.workers)
+    solving = _makespan([seconds + waiting for seconds in solves for _ in range(layers)], passes.workers)
     writing = prices.write_seconds() / nodes
     if passes.in_pass:  # layers are written during the pass, except the last ones
         last = min(layers, passes.workers + 1)
         disk_wait = layers * (on_disk + writing) - passing - solving
         passing += max(0.0, disk_wait)
-        solving = max(solving, layers * _spread(solves, passes.workers) / passes.workers) + last * writing
+        solving = max(solving, layers * _makespan(solves, passes.workers) / passes.workers) + last * writing
     else:
-        from_disk = prices.moments_from_disk_seconds() + prices.streamed_seconds()
-        solving = max(solving, layers * (from_disk + writing))
+        solving = max(solving, layers * (prices.stored_seconds() + writing))
     return {"statistics": passing, "solve": solving, "reduce": collecting + adding}
 
 
@@ -125,23 +123,22 @@ def _gradient_seconds(prices: Prices) -> float:
     """Return the seconds of the backward pass. Sums of a layer are added and stored while others are computed."""
     work, rates, passes = prices.work, prices.rates, prices.passes
     computing = prices.gradient_seconds() * passes.rounds_of(passes.gradient_shards) + prices.gradient_grid_seconds()
-    collecting, adding = prices.collect_seconds(work.gradient_bytes), prices.add_seconds(work.gradient_bytes)
-    storing = prices.store_seconds(work.gradient_bytes)
+    collecting, adding, storing = prices.sum_seconds(work.gradient_bytes)
     latency = (computing + collecting + adding + storing) / (1 + layers_ahead(passes.workers))
-    reading = 0.0 if passes.cached else work.weight_bytes / rates.disk
-    each = max(computing, reading + storing / passes.nodes(rates), collecting, adding, latency)
+    each = max(computing, prices.read_again_seconds() + storing / prices.nodes, collecting, adding, latency)
     busy = computing + rates.commit_s * passes.gradient_shards * passes.rounds_of(passes.gradient_shards)
     wait = _commit_wait(prices, each, busy, work.gradient_input_bytes, collecting + adding + storing)
     return passes.layers * each + (0 if passes.local_gradients else passes.commits * wait)
 
 
 def _commit_wait(prices: Prices, each: float, busy: float, size: float, reducing: float = 0.0) -> float:
-    """Return how much longer a layer takes than others, which take `each` seconds, if it commits `size` bytes of hidden
-    states: a node's workers, each `busy` so long, write them to one disk, and then wait until the layer's sums are
-    stored, `reducing`. docs/plan.md#commits."""
-    rates, passes = prices.rates, prices.passes
-    writing = size / passes.nodes(rates) / rates.disk
-    computing = busy + writing / min(passes.workers, rates.workers_per_node)
+    """Return the additional seconds of a layer that commits `size` bytes of hidden states. docs/plan.md#commits.
+
+    A layer without a commit takes `each` seconds. A worker computes for `busy` seconds; the workers of a node write to
+    one disk, and then wait `reducing` seconds until the layer's sums are stored.
+    """
+    writing = size / prices.nodes / prices.rates.disk
+    computing = busy + writing / prices.workers_here
     return max(0.0, max(computing, writing) + reducing - each)
 
 
@@ -149,7 +146,7 @@ def _scoring_phases(prices: Prices, solve: float) -> dict[str, float]:
     """Return the phases after the solves. Workers that are idle during the solves do some of this work then."""
     work, rates, passes = prices.work, prices.rates, prices.passes
     layers, workers, phases = passes.layers, passes.workers, dict[str, float]()
-    reading = 0.0 if passes.cached or passes.joined else work.weight_bytes / rates.disk
+    reading = 0.0 if passes.joined else prices.read_again_seconds()
     written = 0.0 if passes.cached else prices.write_seconds()
     windows, by = passes.held_out_shards, scorers(passes.held_out_shards, workers)
     share = by * shards_per_worker(windows, workers) / windows / workers
@@ -169,11 +166,6 @@ def _scoring_phases(prices: Prices, solve: float) -> dict[str, float]:
     return phases
 
 
-def evaluate_seconds(flops: float, rates: Rates, workers: int) -> float:
-    """Return the time to score a model. `flops`: operations for the whole text, in float32."""
-    return flops / rates.single / workers
-
-
 def object_store_bytes(prices: Prices) -> int:
     """Return the peak size of Ray's object store on a node.
 
@@ -181,8 +173,8 @@ def object_store_bytes(prices: Prices) -> int:
     nodes and, if layers are solved in the pass, their sums and factors in flight), the backward pass, the pairs of a
     correction, and the factors of layers that are solved and written.
     """
-    work, rates, passes = prices.work, prices.rates, prices.passes
-    here, nodes = min(passes.workers, rates.workers_per_node), passes.nodes(rates)
+    work, passes = prices.work, prices.passes
+    here, nodes = prices.workers_here, prices.nodes
     sums = here + (here > 1) + (nodes > 1)  # each worker's, the node's, all nodes'
     passing = passes.in_flight * sums * work.moment_bytes + work.sample_bytes
     gradients = (1 + layers_ahead(passes.workers)) * sums * work.gradient_bytes
@@ -195,7 +187,7 @@ def object_store_bytes(prices: Prices) -> int:
     return max(passing + read, gradients, pairs, solved * work.written_bytes)
 
 
-def _spread(seconds: Sequence[float], workers: int) -> float:
+def _makespan(seconds: Sequence[float], workers: int) -> float:
     """Return the time for all tasks if each idle worker starts the longest pending one."""
     busy = [0.0] * workers
     for amount in sorted(seconds, reverse=True):

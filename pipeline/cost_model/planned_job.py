@@ -21,6 +21,7 @@ from pipeline.methods.registry import (
     task_groups,
     tasks_by_layer,
 )
+from pipeline.units.sharding import held_out_windows
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +44,11 @@ class PlannedJob:
         return cls(manifest, geometry, methods, claim_tasks(methods, geometry) if tasks is None else tasks)
 
     @property
+    def itemsize(self) -> int:
+        """The bytes of a number in the forward pass, whose dtype is that of most stored numbers."""
+        return self.geometry.bits // 8
+
+    @property
     def sequence(self) -> int:
         """The tokens of a calibration sample; 0 without text."""
         return self.manifest.calibration.sequence_length if self.manifest.calibration else 0
@@ -51,6 +57,17 @@ class PlannedJob:
     def tokens(self) -> int:
         """The tokens of all calibration samples."""
         return self.manifest.calibration.samples * self.sequence if self.manifest.calibration else 0
+
+    @property
+    def hidden_bytes(self) -> int:
+        """The bytes of the hidden states of all calibration samples, at one layer."""
+        return self.tokens * self.geometry.hidden * self.itemsize
+
+    @property
+    def held_out_windows(self) -> int:
+        """The windows of held-out text, each as long as a sample; 0 without text."""
+        calibration = self.manifest.calibration
+        return held_out_windows(calibration.samples, calibration.samples, self.sequence) if calibration else 0
 
     @cached_property
     def passes(self) -> CalibrationPasses:
@@ -61,6 +78,13 @@ class PlannedJob:
     def gradient_tokens(self) -> int:
         """The tokens of the backward pass; 0 without gradients."""
         return self.passes.gradient_samples * self.sequence
+
+    def rounds(self, layer: LayerGeometry, role: str) -> bool:
+        """Return True if `quantize` rounds a role's matrix."""
+        quantize = self.manifest.quantize
+        if quantize is None or quantize.skips(role):
+            return False
+        return role in layer.matrices or role in quantize.outer_roles
 
     @cached_property
     def groups(self) -> Mapping[str, Group[Any]]:

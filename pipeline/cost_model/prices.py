@@ -5,11 +5,13 @@ Plan, remaining time and simulator use these prices.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
+from manifests.schema import Manifest
 from pipeline.cost_model.passes import PlannedPasses, planned_passes
 from pipeline.cost_model.planned_job import PlannedJob
-from pipeline.cost_model.rates import Rates
+from pipeline.cost_model.rates import DIGEST_THREADS, Rates
 from pipeline.cost_model.refinement_work import UNREFINED
 from pipeline.cost_model.work import LayerWork, layer_work
 from pipeline.units.scores import scorers
@@ -17,7 +19,7 @@ from pipeline.units.scores import scorers
 START_SECONDS = 5.0  # start of a local Ray and its workers, measured on a CPU
 WORKERS_SECONDS = 3.0  # the workers' part of it, which is repeated for every evaluated model
 ASSEMBLE_SECONDS = 0.5  # without the last layer
-DIGEST_THREADS = 16  # as `stores.threads`
+LAUNCHES = 40  # `Rates.step_s` per step of training
 COPIES = 2  # a shard's hidden states are copied to the device and back
 
 
@@ -29,10 +31,26 @@ class Prices:
     rates: Rates
     passes: PlannedPasses
 
-    def of_layers_alone(self, *, rounds: bool) -> Prices:
-        """Return the prices of the first solve of `budget.measure_layers`: without corrections and training, and with
-        rounding only if it `rounds`."""
-        work = replace(self.work, rounding=self.work.rounding if rounds else {}, refinement=UNREFINED)
+    @property
+    def nodes(self) -> int:
+        """The number of nodes with workers."""
+        return math.ceil(self.passes.workers / self.rates.workers_per_node)
+
+    @property
+    def workers_here(self) -> int:
+        """The number of workers of a node."""
+        return min(self.passes.workers, self.rates.workers_per_node)
+
+    @property
+    def source_cached(self) -> bool:
+        """True if the source is in the page cache of all nodes, because the only node read it for digests."""
+        return self.passes.cached and self.nodes == 1
+
+    def of_layers_alone(self, manifest: Manifest) -> Prices:
+        """Return the prices of the first solve of `budget.measure_layers`: without corrections and training, and
+        without rounding if unrounded layers are measured."""
+        rounding = {} if manifest.measures_unrounded else self.work.rounding
+        work = replace(self.work, rounding=rounding, refinement=UNREFINED)
         return replace(self, work=replace(work, correction_flops=0.0, pair_bytes=(), pair_added_bytes=0.0))
 
     # -- passes through a layer --------------------------------------------------------------------------------------
@@ -90,6 +108,21 @@ class Prices:
         """Return the time of all passes through both layers on one worker, with the sums of their pairs."""
         return self.work.correction_flops / self.rates.products + self.work.pair_added_bytes / self.rates.memory
 
+    def training_seconds(self) -> float:
+        """Return the time in which a worker trains a layer. Its targets are read from disk, or from the page cache."""
+        training, rates = self.work.refinement, self.rates
+        reading = training.read_bytes / (rates.link if self.passes.cached else rates.disk)
+        computing = training.flops / rates.backward + training.descent / rates.single
+        return computing + training.steps * LAUNCHES * rates.step_s + reading
+
+    def refine_seconds(self) -> float:
+        """Return the time to train all layers. Each worker writes its shards' targets to its node's disk."""
+        training, rates, passes = self.work.refinement, self.rates, self.passes
+        trainings = math.ceil(passes.layers / passes.workers) if training.independent else passes.layers
+        writing = training.read_bytes / rates.disk
+        passing = max(writing / self.nodes, passes.rounds * (training.passing_flops / rates.products + writing))
+        return trainings * self.training_seconds() + passes.layers * passing
+
     def compare_seconds(self) -> float:
         """Return the time to compare a layer of both models on one worker. The dense layer is read ahead or cached."""
         work, rates, passes = self.work, self.rates, self.passes
@@ -103,9 +136,13 @@ class Prices:
 
     def read_seconds(self, *, shared: bool = True) -> float:
         """Return the time in which a node reads a layer, or only its part of the tensors if reading is `shared`."""
-        work, rates, passes = self.work, self.rates, self.passes
-        part = max(work.weight_bytes / passes.nodes(rates), work.largest_bytes) if shared else work.weight_bytes
-        return part / (rates.link if passes.source_cached(rates) else rates.disk)
+        work = self.work
+        part = max(work.weight_bytes / self.nodes, work.largest_bytes) if shared else work.weight_bytes
+        return part / (self.rates.link if self.source_cached else self.rates.disk)
+
+    def read_again_seconds(self) -> float:
+        """Return the time in which a node reads a whole layer of the source again, 0 from the page cache."""
+        return 0.0 if self.passes.cached else self.work.weight_bytes / self.rates.disk
 
     def pass_on_seconds(self) -> float:
         """Return the time to receive the parts of a layer that other nodes have read."""
@@ -114,21 +151,19 @@ class Prices:
     def moment_wait_seconds(self) -> float:
         """Return the time to load a task's moments from memory, or from the disk that a node's workers share."""
         rates, passes = self.rates, self.passes
-        on_disk = rates.disk / min(passes.workers, rates.workers_per_node)
-        rate = rates.link if passes.from_memory or passes.cached else on_disk
+        rate = rates.link if passes.from_memory or passes.cached else rates.disk / self.workers_here
         return self.work.moment_bytes / max(1, len(self.work.solves)) / rate
 
-    def moments_from_disk_seconds(self) -> float:
-        """Return the time in which the nodes read a layer's stored moments, 0 from the page cache."""
-        return 0.0 if self.passes.cached else self.work.moment_bytes / self.passes.nodes(self.rates) / self.rates.disk
+    def stored_seconds(self) -> float:
+        """Return the time in which the nodes read a layer's stored moments for curves or solves, and the layer itself
+        if its experts are streamed; 0 from the page cache.
 
-    def streamed_seconds(self) -> float:
-        """Return the time to read a layer with streamed experts for a curve or a solve, 0 without any.
-
-        One worker of a node reads it, and finds it in the node's page cache when it visits the experts again.
+        One worker of a node reads the layer, and finds it in the node's page cache when it visits the experts again.
         """
-        streamed = self.passes.joined and not self.passes.cached
-        return self.work.weight_bytes / self.passes.nodes(self.rates) / self.rates.disk if streamed else 0.0
+        if self.passes.cached:
+            return 0.0
+        layer = self.work.weight_bytes / self.nodes / self.rates.disk if self.passes.joined else 0.0
+        return self.work.moment_bytes / self.nodes / self.rates.disk + layer
 
     def write_seconds(self) -> float:
         """Return the time in which a node writes a compressed layer."""
@@ -148,7 +183,7 @@ class Prices:
         """Return the time to copy a worker's sums from its device to the object store."""
         return size / self.rates.link
 
-    def adding_seconds(self, size: float, count: int) -> float:
+    def device_add_seconds(self, size: float, count: int) -> float:
         """Return the time to add `count` sums on a worker's device, which each enters and one leaves.
 
         Each addition reads two numbers and writes one. A single sum needs no addition.
@@ -163,19 +198,23 @@ class Prices:
 
         Each worker of a node adds a part, and later each worker a part of the sums of all nodes.
         """
-        workers, here = self.passes.workers, min(self.passes.workers, self.rates.workers_per_node)
-        across = self.adding_seconds(size / workers, self.passes.nodes(self.rates))
-        return self.adding_seconds(size / here, here) + across + self.cross_seconds(size)
+        here = self.workers_here
+        across = self.device_add_seconds(size / self.passes.workers, self.nodes)
+        return self.device_add_seconds(size / here, here) + across + self.cross_seconds(size)
+
+    def sum_seconds(self, size: float) -> tuple[float, float, float]:
+        """Return the times to collect, to add and to store a layer's sums."""
+        return self.collect_seconds(size), self.add_seconds(size), self.store_seconds(size)
 
     def cross_seconds(self, size: float) -> float:
         """Return the time to receive the parts of other nodes."""
-        return size * (1 - 1 / self.passes.nodes(self.rates)) / self.rates.network
+        return size * (1 - 1 / self.nodes) / self.rates.network
 
     def store_seconds(self, size: float) -> float:
         """Return the time in which one worker stores sums, with the parts from other nodes."""
         return max(size / self.rates.disk, self.cross_seconds(size))
 
 
-def prices_of(job: PlannedJob, itemsize: int, rates: Rates, keep: float = 1.0) -> Prices:
-    """Return the prices of a job. `itemsize`: bytes of a number in the forward pass. `keep`: as in `layer_work`."""
-    return Prices(layer_work(job, itemsize, job.gradient_tokens, keep), rates, planned_passes(job))
+def prices_of(job: PlannedJob, rates: Rates, keep: float = 1.0) -> Prices:
+    """Return the prices of a job. `keep`: as in `layer_work`."""
+    return Prices(layer_work(job, keep), rates, planned_passes(job))

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from lamina.processor_lamina import product_dtype
 from manifests.schema import Manifest
-from pipeline.cost_model.rates import GIGA, Rates
+from pipeline.cost_model.rates import BACK, DIGEST_THREADS, GIGA, Rates
 from pipeline.families.geometry import Geometry
 from pipeline.kernels.attention import deterministic_attention
 from pipeline.kernels.half_precision import linear
@@ -108,10 +108,10 @@ def _measured(device: torch.device, dtype: torch.dtype, workers_per_node: int, s
     layer, single = _Layer(device, dtype, narrowed), _Layer(device, torch.float, narrowed)
     double, factors, eigen = _double_rates(device)
     numbers = torch.zeros(WIDENED_NUMBERS[kind], dtype=torch.float64, device=device)
-    hashed, threads = bytes(DIGESTED_BYTES), min(16, os.cpu_count() or 1)  # as `stores.threads`
+    hashed, threads = bytes(DIGESTED_BYTES), min(DIGEST_THREADS, os.cpu_count() or 1)
     return Rates(
         products=layer.rate(layer.forward, 1),
-        backward=layer.rate(layer.backward, 3),
+        backward=layer.rate(layer.backward, BACK),
         moments=_moment_rate(device, dtype, narrowed),
         single=single.rate(single.forward, 1),
         double=double,

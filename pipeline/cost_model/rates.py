@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 TERA, GIGA = 1e12, 1e9
+BACK = 3  # the cost of a forward and a backward pass, in forward passes
+DIGEST_THREADS = 16  # at most, as `stores.threads`
 OPERATIONS = ("products", "backward", "moments", "single", "double", "factors", "eigen")
 
 
@@ -25,7 +27,7 @@ class Rates:
         link: bytes between pinned host memory and the device; on a CPU, bytes of copies in memory.
         network: bytes that leave a node.
         disk: bytes that a node reads or writes.
-        digest: bytes that a node digests, with at most 16 threads.
+        digest: bytes that a node digests, with `DIGEST_THREADS`.
         step_s: seconds for one removal in an elimination, without its products (kernel launches).
         column_s: seconds to round a column with error feedback.
         commit_s: fixed seconds of a commit, to create files and make them durable.
@@ -96,7 +98,7 @@ def _gpu(half: float, double: float, memory: float, link: float, device_bytes: f
         link=link,
         network=25 * GIGA,
         disk=5 * GIGA,
-        digest=16 * 1.5 * GIGA,
+        digest=DIGEST_THREADS * 1.5 * GIGA,
         step_s=1e-4,
         column_s=2e-5,
         commit_s=5e-3,

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 from pipeline.cost_model.bounds import Size
+from pipeline.cost_model.memory import MOMENT_BYTES, moment_bytes
 from pipeline.cost_model.passes import PlannedPasses
 from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.families.layer_geometry import LayerGeometry
-from pipeline.methods.base import Group
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.work import moment_width
 from pipeline.units.sharding import expert_parts
 
 TILE = 1024  # rows of a tile of a stored moment, as in `stores.statistics`
-MOMENT_BYTES = 8
 
 
 def read_phases(job: PlannedJob, size: Size, source_bytes: int, passes: PlannedPasses) -> dict[str, int]:
@@ -57,8 +55,8 @@ def read_phases(job: PlannedJob, size: Size, source_bytes: int, passes: PlannedP
     if manifest.calibration is not None:
         phases["held-out"] = size.num_bytes + (0 if passes.joined else model)
     phases["assemble"] = rest
-    if (perplexity := manifest.evaluation.perplexity) is not None:
-        phases["evaluate"] = size.num_bytes + (model if perplexity.dense else 0)
+    if manifest.evaluation.perplexity is not None:
+        phases["evaluate"] = size.num_bytes + model * manifest.evaluation.with_dense
     if manifest.evaluation.tasks:
         phases["tasks"] = size.num_bytes + model
     return {name: amount for name, amount in phases.items() if amount}
@@ -91,46 +89,38 @@ def _experts_bytes(layer: LayerGeometry) -> int:
 
 def _solving_phases(job: PlannedJob, passes: PlannedPasses) -> dict[str, int]:
     """Return the bytes of weights and moments that curves and solves read."""
-    tokens, held = job.tokens, job.manifest.workers.experts
     phases = {"curves": 0, "solve": 0}
     for layer, own in job.claimed:
-        for phase, some in (
-            ("curves", [task for task in own.tasks if task.key in job.predicted]),
-            ("solve", own.tasks),
-        ):
-            phases[phase] += sum(
-                _weight_bytes(task, job.groups.get(task.key), layer, held, tokens, phase) for task in some
-            )
-            sliced = layer.num_experts > held  # the moments of earlier slices are stored
+        predicted = [task for task in own.tasks if task.key in job.predicted]
+        for phase, some in (("curves", predicted), ("solve", own.tasks)):
+            phases[phase] += sum(_weight_bytes(job, task, layer, phase) for task in some)
+            sliced = layer.num_experts > job.manifest.workers.experts  # the moments of earlier slices are stored
             if phase == "curves" or sliced or not passes.from_memory:
                 each = {moment for task in some for moment in task.moments}
-                phases[phase] += sum(_stored_bytes(moment, layer, tokens) for moment in each)
+                phases[phase] += sum(_stored_bytes(moment, layer) for moment in each)
     return phases
 
 
-def _weight_bytes(
-    task: Task, group: Group[Any] | None, layer: LayerGeometry, held: int, tokens: int, phase: str
-) -> int:
+def _weight_bytes(job: PlannedJob, task: Task, layer: LayerGeometry, phase: str) -> int:
     """Return the bytes of a task's weights, those of streamed experts as often as its group visits them.
 
-    `group`: None for a task of another point of a sweep, whose weights are counted once.
+    The weights of a task of another point of a sweep, which has no group here, are counted once.
     """
-    whole, visits = layer.stored_bytes(task.roles), None if group is None else group.visits(tokens)
+    whole, group = layer.stored_bytes(task.roles), job.groups.get(task.key)
+    visits = None if group is None else group.visits(job.tokens)
     if visits is None:
         return whole
     experts = [block for block in layer.mlps if block.routing and block.roles[0] in task.roles]
-    if len(experts) <= held:
+    if len(experts) <= job.manifest.workers.experts:
         return whole
     routed = layer.stored_bytes(tuple(role for block in experts for role in block.roles))
     return whole + round(((visits.curve if phase == "curves" else visits.solve) - 1) * routed)
 
 
-def _stored_bytes(moment: Moment, layer: LayerGeometry, tokens: int) -> int:
+def _stored_bytes(moment: Moment, layer: LayerGeometry) -> int:
     """Return the bytes of a stored moment: the upper tiles, if it has more than one."""
     width = moment_width(moment, layer)
-    if moment.kind == "sample":
-        return min(moment.tokens, tokens) * width * layer.bits // 8
-    if moment.diagonal:
-        return MOMENT_BYTES * moment.groups * width
+    if moment.kind == "sample" or moment.diagonal:
+        return moment_bytes(moment, layer)
     tiles = math.ceil(width / TILE)
     return round(MOMENT_BYTES * moment.groups * width**2 * (tiles + 1) / (2 * tiles))

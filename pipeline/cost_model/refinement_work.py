@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from manifests.method_entry import Refine
 from manifests.schema import Manifest
-from pipeline.cost_model.passes import PlannedPasses
-from pipeline.cost_model.rates import Rates
+from pipeline.cost_model.planned_job import PlannedJob
+from pipeline.cost_model.rates import BACK
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.descent import descent_flops
 from pipeline.kernels.refinement import CHECKS, held_out_samples, step_samples, training_steps
 
-BACK = 3  # the cost of a forward and a backward pass, in forward passes
 MEASURED = CHECKS + 3  # passes that measure errors: at each check and at the start; two on training samples
 SCALED = 1  # one more pass of held-out samples, which scales the two errors
 TRAINED_BYTES = 30  # per number: itself, its gradient, its momentum, four copies, and one in half precision
 METRIC_BYTES = 16  # per entry of the moment of the gradient: as it is read, and as it weighs errors
 VALUE_BYTES = 4  # per value that the backward pass needs
 SCORES = 3  # copies of the attention scores that the backward pass needs
-LAUNCHES = 40  # `Rates.step_s` per step of training
 
 
 @dataclass(frozen=True)
@@ -33,8 +30,9 @@ class RefineWork:
         flops: operations of the steps' passes, and of the passes that measure errors.
         descent: float32 operations of the steps, without their passes.
         read_bytes: size of the stored inputs and targets.
-        passes: operations of the passes of all shards that store these and compute the next layer's inputs: through the
-            dense layer and, unless layers are trained on dense inputs alone, through the trained or solved one.
+        passing_flops: operations of the passes of all shards that store these and compute the next layer's inputs:
+            through the dense layer and, unless layers are trained on dense inputs alone, through the trained or solved
+            one.
     """
 
     independent: bool = False
@@ -42,20 +40,7 @@ class RefineWork:
     flops: float = 0.0
     descent: float = 0.0
     read_bytes: float = 0.0
-    passes: float = 0.0
-
-    def training_seconds(self, rates: Rates, cached: bool) -> float:
-        """Return the seconds in which a worker trains a layer. `cached`: its targets are in the node's page cache."""
-        reading = self.read_bytes / (rates.link if cached else rates.disk)
-        computing = self.flops / rates.backward + self.descent / rates.single
-        return computing + self.steps * LAUNCHES * rates.step_s + reading
-
-    def seconds(self, rates: Rates, passes: PlannedPasses) -> float:
-        """Return the seconds of all layers. Each worker writes its shards' targets to its node's disk."""
-        trainings = math.ceil(passes.layers / passes.workers) if self.independent else passes.layers
-        writing = self.read_bytes / rates.disk
-        passing = max(writing / passes.nodes(rates), passes.rounds * (self.passes / rates.products + writing))
-        return trainings * self.training_seconds(rates, passes.cached) + passes.layers * passing
+    passing_flops: float = 0.0
 
 
 UNREFINED = RefineWork()
@@ -67,23 +52,17 @@ def settings_of(manifest: Manifest) -> Refine | None:
 
 
 def refine_work(
-    manifest: Manifest,
-    forward: float,
-    packed: float,
-    hidden_bytes: int,
-    descent: float = 0.0,
-    weighting: float = 0.0,
+    job: PlannedJob, forward: float, packed: float, descent: float = 0.0, weighting: float = 0.0
 ) -> RefineWork:
     """Return the work of a layer.
 
     `forward`, `packed`: operations per token of the dense and the compressed layer. `descent`: `layer_descent_flops`.
     `weighting`: operations per token that weigh an error by the moment of the gradient, or 0.
     """
-    settings, calibration = settings_of(manifest), manifest.calibration
+    settings, calibration, sequence = settings_of(job.manifest), job.manifest.calibration, job.sequence
     if settings is None or calibration is None:
         return UNREFINED
-    sequence = calibration.sequence_length
-    steps, tokens = training_steps(settings.steps, sequence), calibration.samples * sequence
+    steps = training_steps(settings.steps, sequence)
     measured = (MEASURED + SCALED * (weighting > 0)) * held_out_samples(calibration.samples, sequence)
     independent, dense = settings.inputs != "compressed", settings.inputs == "dense"
     return RefineWork(
@@ -91,8 +70,8 @@ def refine_work(
         steps=steps,
         flops=float((BACK * steps * step_samples(sequence) + measured) * sequence * (packed + weighting)),
         descent=float(steps * descent),
-        read_bytes=2.0 * hidden_bytes,
-        passes=float(tokens * (forward if dense else forward + packed)),
+        read_bytes=2.0 * job.hidden_bytes,
+        passing_flops=float(job.tokens * (forward if dense else forward + packed)),
     )
 
 
@@ -106,13 +85,18 @@ def layer_descent_flops(layer: LayerGeometry, keep: float) -> float:
     return total
 
 
+def backward_numbers(layer: LayerGeometry, channels: float) -> float:
+    """Count the values of a token that a layer's backward pass needs beside attention scores. `channels`: of MLPs."""
+    return 12 * layer.hidden + 6 * layer.query_features + 5 * channels
+
+
 def refine_bytes(manifest: Manifest, layer: LayerGeometry) -> int:
     """Return the memory to train a layer of this geometry; 0 without training."""
     if settings_of(manifest) is None or manifest.calibration is None:
         return 0
     sequence = manifest.calibration.sequence_length
     samples = step_samples(sequence)
-    values = 12 * layer.hidden + 6 * layer.query_features + 5 * sum(mlp.width for mlp in layer.mlps)
+    values = round(backward_numbers(layer, sum(mlp.width for mlp in layer.mlps)))
     scores = SCORES * samples * layer.query_heads * sequence**2
     metric = METRIC_BYTES * layer.hidden**2
     return TRAINED_BYTES * layer.numbers() + metric + VALUE_BYTES * (samples * sequence * values + scores)

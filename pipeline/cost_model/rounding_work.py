@@ -5,14 +5,14 @@ Legend: O outputs, I inputs of a stored matrix; N intermediate.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from manifests.schema import Manifest
+from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.gptq import TABLE_SWEEPS
 from pipeline.kernels.two_sided import POLISHED_ROWS, SECTION
-from pipeline.methods.method import Task
-from pipeline.methods.work import Work
+from pipeline.methods.work import REMOVED_SHARE, Work
 
 TRIED_BYTES = 700  # moved per number to try twenty scales
 FED_BYTES = 300  # moved per number for error feedback, mostly the earlier errors of its block
@@ -22,18 +22,16 @@ SEARCHED_NEAREST = 1.5  # as much without feedback, where more scales are tried
 BOTH_BYTES = 1000  # moved per number for feedback on both sides, mostly within a block
 
 
-def rounding_work(
-    tasks: Iterable[Task], manifest: Manifest, layers: Sequence[LayerGeometry], kept: float
-) -> dict[str, Work]:
+def rounding_work(job: PlannedJob) -> dict[str, Work]:
     """Map every rounded task of the job, by `Task.key`, to the work of its rounding; none without `quantize`.
 
     It is I³/3 for the factor of each input, whose readers are rounded together, and O I² for each matrix and each pass
     over it: one of error feedback, and the sweeps of polishing. Feedback on both sides takes s² O/3 and in each pass s
     O I more, with sections of s outputs, one matrix after another; its sweeps take O I² more, and polish POLISHED_ROWS
-    of each section at a time. Matrices are counted as dense; their factors take less. `kept`: the share of an MLP's
-    channels that a method keeps.
+    of each section at a time. Matrices are counted as dense; their factors take less. A method removes
+    `REMOVED_SHARE` of an MLP's channels.
     """
-    quantize, fed = manifest.rounding, manifest.rounds_by_feedback
+    manifest, quantize, fed = job.manifest, job.manifest.rounding, job.manifest.rounds_by_feedback
     if quantize is None:
         return {}
     tables = [kind for kind in quantize.kinds_of_levels if kind != "uniform"]
@@ -41,10 +39,10 @@ def rounding_work(
     kinds = len(quantize.kinds_of_levels)
     passes = kinds + TABLE_SWEEPS * len(tables) + quantize.polish * (kinds - len(tables))
     works: dict[str, Work] = {}
-    for task in tasks:
-        layer, cut = layers[task.layer], kept if task.method < len(manifest.methods) else 1.0
-        rounded = {role for role in (*layer.matrices, *quantize.outer_roles) if not quantize.skips(role)}
-        sizes = [_stored_shape(role, layer, cut) for role in task.roles if role in rounded]
+    for task in job.tasks:
+        layer = job.geometry.layers[task.layer]
+        kept = 1.0 - REMOVED_SHARE if task.method < len(manifest.methods) else 1.0
+        sizes = [_stored_shape(role, layer, kept) for role in task.roles if job.rounds(layer, role)]
         points = {*layer.reads.values()}
         inputs = {moment.point for moment in task.moments if moment.point in points and moment.kind == "value"}
         numbers = sum(rows * columns for rows, columns in sizes)

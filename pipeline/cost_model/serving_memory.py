@@ -66,8 +66,6 @@ class ServingMemory:
     """The memory that serving takes beside the weights, and the limit of all together.
 
     Attributes:
-        share: the share of the memory that the engine takes.
-        source: the origin of the engine's figures.
         single_bytes: bytes of the weights that the engine holds once, where it holds others twice; None: all are held
             once.
     """
@@ -76,9 +74,12 @@ class ServingMemory:
     cache_bytes: int
     activation_bytes: int
     engine_bytes: int
-    share: float
-    source: str
     single_bytes: int | None = None
+
+    @property
+    def engine(self) -> EngineMemory:
+        """The rule of the engine."""
+        return ENGINES[self.fit.engine, self.fit.device]
 
     @property
     def beside_weights(self) -> int:
@@ -88,7 +89,7 @@ class ServingMemory:
     @property
     def weight_bytes(self) -> int:
         """The bytes that weights may take; negative if the rest does not fit."""
-        held = math.floor(self.fit.memory * self.share) - self.beside_weights
+        held = math.floor(self.fit.memory * self.engine.share) - self.beside_weights
         return held if self.single_bytes is None or held < self.single_bytes else (held + self.single_bytes) // 2
 
     def copied_bytes(self, weight_bytes: float) -> int:
@@ -97,11 +98,11 @@ class ServingMemory:
 
     def needed(self, weight_bytes: float) -> int:
         """Return the smallest memory in which weights of this size can be served."""
-        return math.ceil((weight_bytes + self.copied_bytes(weight_bytes) + self.beside_weights) / self.share)
+        return math.ceil((weight_bytes + self.copied_bytes(weight_bytes) + self.beside_weights) / self.engine.share)
 
     def report(self, weight_bytes: int) -> dict[str, Any]:
         """Return the sum with weights of this size, as JSON. The overhead includes what the engine leaves unused."""
-        unused = self.fit.memory - math.floor(self.fit.memory * self.share)
+        unused = self.fit.memory - math.floor(self.fit.memory * self.engine.share)
         parts = {
             "weights": weight_bytes,
             "copies": self.copied_bytes(weight_bytes),
@@ -109,7 +110,7 @@ class ServingMemory:
             "activations": self.activation_bytes,
             "overhead": self.engine_bytes + unused,
         }
-        return {**self.fit.model_dump(mode="json"), **parts, "total": sum(parts.values()), "source": self.source}
+        return {**self.fit.model_dump(mode="json"), **parts, "total": sum(parts.values()), "source": self.engine.source}
 
 
 def serving_memory(
@@ -138,8 +139,6 @@ def serving_memory(
         math.ceil(cached * (engine.cache_bits or geometry.bits) / 8),
         math.ceil(at_once * numbers * geometry.bits / 8) + rows * geometry.vocab * engine.logit_bytes,
         engine.process_bytes + engine.token_bytes * geometry.vocab + head,
-        engine.share,
-        engine.source,
         _single_bytes(engine, geometry, quantize),
     )
 

@@ -16,7 +16,7 @@ from pipeline.methods.method import Moment, Task
 from pipeline.methods.work import Work, moment_width
 
 EIGEN_FLOPS, VALUES_FLOPS = 10.0, 4.0  # times n³, with and without vectors; equivalent to their time on a CPU
-WEIGHT_BYTES, MOMENT_BYTES = 160, 64  # per number of weights and moments: read, checked, float64, and back
+WEIGHT_MOVED, MOMENT_MOVED = 160, 64  # bytes per number of weights and moments: read, checked, float64, and back
 
 
 def triangle_numbers(moment: Moment, geometry: LayerGeometry) -> int:
@@ -39,8 +39,8 @@ def _common_work(task: Task, layer: LayerGeometry, tokens: int) -> Work:
     """Return the elementwise work on a task's weights and moments before and after solving, and the completion of
     moments."""
     moments = [moment for moment in moments_without_others(task, layer) if moment.kind != "sample"]
-    read = MOMENT_BYTES * 2.0 * sum(triangle_numbers(moment, layer) for moment in moments)
-    return Work(sampled=completion_flops(task, layer, tokens), moved=WEIGHT_BYTES * layer.numbers(task.roles) + read)
+    read = MOMENT_MOVED * 2.0 * sum(triangle_numbers(moment, layer) for moment in moments)
+    return Work(sampled=completion_flops(task, layer, tokens), moved=WEIGHT_MOVED * layer.numbers(task.roles) + read)
 
 
 def eigen_flops(work: Work) -> float:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from manifests.quantize import OUTER_ROLES
-from manifests.schema import Manifest
 from pipeline.cost_model.planned_job import PlannedJob
+from pipeline.cost_model.rates import BACK
 from pipeline.cost_model.refinement_work import UNREFINED, RefineWork, layer_descent_flops, refine_work
 from pipeline.cost_model.rounding_work import SIZES_TRIED, rounding_work, trials
 from pipeline.cost_model.solve_work import curve_work, solve_work, triangle_numbers
@@ -24,8 +24,8 @@ from pipeline.methods.base import Group
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.moments import OUTPUT_GRADIENT
 from pipeline.methods.registry import NO_TASKS
-from pipeline.methods.work import REMOVED_SHARE, Work, moment_width, tried_tokens
-from pipeline.units.sharding import GRID_TOKENS, held_out_windows, importance_shards
+from pipeline.methods.work import Work, moment_width, tried_tokens
+from pipeline.units.sharding import GRID_TOKENS
 
 # Bytes of device memory that are moved per number:
 ADDED_BYTES = 32  # of a moment's sum, per product: written, rounded, added to a float64 sum
@@ -37,7 +37,6 @@ COSINE_BYTES = 48  # of a hidden state: read, widened to float64, scaled, multip
 BUILT_BYTES = 16  # of a layer built in float32: read, checked, widened
 SCALED_PASSES = 3  # over each value in the checkpoint's dtype: one read for the check, a read and a write for scaling
 RESIDUAL_BYTES = 4  # size of a number of a gradient or of the residual stream
-BACK = 3  # the cost of a forward and a backward pass, in forward passes
 WALKED = 8, 4  # passes of a correction through the attention and through the MLP, from each layer's inputs
 WALKED_HELD = 4, 3  # those if workers hold the residual stream between them, and the dense layer's outputs
 COMPARED_TOKENS = 128  # tokens on which both models are compared; `verify` repeats the comparison
@@ -105,59 +104,44 @@ class LayerWork:
     gradient_grid_flops: float = 0.0
 
 
-def layer_work(job: PlannedJob, itemsize: int, gradient_tokens: int = 0, keep: float = 1.0) -> LayerWork:
+def layer_work(job: PlannedJob, keep: float = 1.0) -> LayerWork:
     """Count the work of the largest claimed layer among those with the most moments, as a model of every layer.
 
     `keep`: the written share of a layer's numbers.
     """
-    manifest, tokens, sequence, busiest = job.manifest, job.tokens, job.sequence, _busiest(job)
-    layer, moments = busiest.layer, busiest.moments
-    forward = forward_flops(layer, sequence)
+    tokens, busiest = job.tokens, _busiest(job)
+    layer, moments, forward = busiest.layer, busiest.moments, busiest.forward
     packed = forward - 2.0 * (1.0 - keep) * layer.passed_numbers
-    skipped = sum(
-        2.0 * layer.hidden * block.width * block.share
-        for block in layer.mlps
-        if any(moment.point == block.writer.reads for moment in moments)
-    )
-    decoded_bytes = layer.numbers() * itemsize
+    decoded_bytes, held_out = layer.numbers() * job.itemsize, job.held_out_windows * job.sequence
     return LayerWork(
         weight_bytes=layer.stored_bytes(),
         decoded_bytes=decoded_bytes,
         largest_bytes=max((layer.stored_bytes((role,)) for role in layer.roles), default=0),
         written_bytes=int(keep * decoded_bytes),
-        hidden_bytes=tokens * layer.hidden * itemsize,
+        hidden_bytes=job.hidden_bytes,
         forward_flops=tokens * forward,
         packed_flops=tokens * packed,
-        statistics_flops=tokens * (forward - skipped) * _passes_dense(job),
+        statistics_flops=tokens * (forward - busiest.skipped) * _passes_dense(job),
         moment_flops=float(tokens * sum(_moment_flops(moment, layer) for moment in moments)),
         built_bytes=float(BUILT_BYTES * layer.numbers()),
-        grid_flops=float(min(GRID_TOKENS, sequence) * forward) if moments else 0.0,
-        added_bytes=float(sum(_added_bytes(moment, layer, manifest, itemsize) for moment in moments)),
-        cosine_bytes=float(COSINE_BYTES * _measured_tokens(manifest) * layer.hidden),
+        grid_flops=float(min(GRID_TOKENS, job.sequence) * forward) if moments else 0.0,
+        added_bytes=float(sum(map(busiest.added_bytes, moments))),
+        cosine_bytes=float(COSINE_BYTES * busiest.measured_tokens * layer.hidden),
         moment_bytes=8 * sum(triangle_numbers(moment, layer) for moment in moments),
-        **_gradient_work(layer, busiest.gradients, forward, gradient_tokens, manifest),
+        **busiest.gradient_work(),
         solves=busiest.solves(),
         curves=busiest.curves(),
-        gradient_input_bytes=gradient_tokens * layer.hidden * itemsize,
+        gradient_input_bytes=job.gradient_tokens * layer.hidden * job.itemsize,
         gradient_bytes=8 * sum(triangle_numbers(moment, layer) for moment in busiest.gradients),
-        sample_bytes=sum(
-            min(moment.tokens, tokens) * moment_width(moment, layer) * itemsize for moment in busiest.samples
-        ),
+        sample_bytes=busiest.sample_bytes,
         pair_bytes=pair_bytes(busiest.pairs, layer),
-        pair_added_bytes=float(sum(_pair_added_bytes(moment, layer, manifest, itemsize) for moment in busiest.pairs)),
-        correction_flops=float(tokens * _correction_flops(busiest, forward)),
-        refinement=refine_work(
-            manifest,
-            forward,
-            packed,
-            tokens * layer.hidden * itemsize,
-            layer_descent_flops(layer, keep),
-            2.0 * layer.hidden**2 if OUTPUT_GRADIENT in busiest.gradients else 0.0,
-        ),
-        rounding=rounding_work(job.tasks, manifest, job.geometry.layers, 1.0 - REMOVED_SHARE),
-        trials=trials(manifest),
+        pair_added_bytes=float(sum(map(busiest.pair_added_bytes, busiest.pairs))),
+        correction_flops=float(tokens * busiest.correction_flops()),
+        refinement=busiest.refinement(packed, keep),
+        rounding=rounding_work(job),
+        trials=trials(job.manifest),
         compare_flops=3.0 * COMPARED_TOKENS * forward_flops(layer, COMPARED_TOKENS),
-        held_out_flops=(_held_out_tokens(manifest) * forward, _held_out_tokens(manifest) * packed),
+        held_out_flops=(held_out * forward, held_out * packed),
     )
 
 
@@ -178,9 +162,34 @@ class _Busiest:
     tasks: tuple[tuple[Task, Group[Any]], ...]
 
     @property
+    def forward(self) -> float:
+        """The operations of a token's forward pass."""
+        return forward_flops(self.layer, self.job.sequence)
+
+    @property
+    def skipped(self) -> float:
+        """The operations of a token behind the last tap."""
+        points = {moment.point for moment in self.moments}
+        writers = (block for block in self.layer.mlps if block.writer.reads in points)
+        return sum(2.0 * self.layer.hidden * block.width * block.share for block in writers)
+
+    @property
     def pairs(self) -> list[Moment]:
-        """Return the pairs of all corrections."""
+        """The pairs of all corrections."""
         return sorted({moment for task, _ in self.tasks for moment in task.corrections})
+
+    @property
+    def measured_tokens(self) -> float:
+        """The tokens on which importance is measured."""
+        passes = self.job.passes
+        return self.job.tokens * len(passes.importance_shards) / passes.shards
+
+    @property
+    def sample_bytes(self) -> int:
+        """The size of the samples of values, which have at most all tokens."""
+        job, layer = self.job, self.layer
+        numbers = sum(min(moment.tokens, job.tokens) * moment_width(moment, layer) for moment in self.samples)
+        return numbers * job.itemsize
 
     def solves(self) -> tuple[Work, ...]:
         """Return the work of each task's solve."""
@@ -200,6 +209,75 @@ class _Busiest:
             for task, group in self.tasks
             if task.key in job.predicted
         )
+
+    def refinement(self, packed: float, keep: float) -> RefineWork:
+        """Return the work of the training. `packed`: operations of a token's pass through the compressed layer."""
+        weighting = 2.0 * self.layer.hidden**2 if OUTPUT_GRADIENT in self.gradients else 0.0
+        descent = layer_descent_flops(self.layer, keep)
+        return refine_work(self.job, self.forward, packed, descent, weighting)
+
+    def added_bytes(self, moment: Moment) -> float:
+        """Return the bytes moved to sum a moment. The last product of a shard may have fewer rows."""
+        layer = self.layer
+        passing = layer.share(moment.point) * self.job.tokens
+        values = SCALED_PASSES * self.job.itemsize * passing * moment.heads * moment_width(moment, layer)
+        return float(ADDED_BYTES * _banded_numbers(moment, layer) * self._products(moment) + values)
+
+    def pair_added_bytes(self, moment: Moment) -> float:
+        """Return the bytes moved to sum a pair: x like a moment, and e for each number of its sum, per product."""
+        hidden = self.layer.hidden
+        numbers = hidden * self.layer.features(moment.point)
+        errors = PAIRED_BYTES * self._products(moment) * numbers + ERROR_BYTES * self.job.tokens * hidden
+        return errors + self.added_bytes(moment)
+
+    def _products(self, moment: Moment) -> int:
+        """Return the number of a moment's products in all shards."""
+        calibration = self.job.manifest.calibration
+        assert calibration is not None
+        rows = moment.heads // moment.groups * math.ceil(calibration.samples / calibration.shards)
+        return calibration.shards * math.ceil(rows * calibration.sequence_length / ROWS_PER_PRODUCT)
+
+    def gradient_work(self) -> dict[str, float]:
+        """Count the backward pass, by fields of `LayerWork`."""
+        job, tokens = self.job, self.job.gradient_tokens
+        if not tokens:
+            return {"gradient_flops": 0.0}
+        pulled = sum(2.0 * self.layer.numbers(_pulled_roles(moment)) for moment in self.gradients)
+        flops, moved = self._gradient_sums()
+        return {
+            "gradient_flops": float(tokens * (BACK * self.forward + pulled)),
+            "gradient_moment_flops": flops,
+            "gradient_moved_bytes": moved,
+            "gradient_grid_flops": float(min(GRID_TOKENS, job.sequence) * BACK * self.forward),
+        }
+
+    def _gradient_sums(self) -> tuple[float, float]:
+        """Return the operations of the gradients' moments and of the norms of samples, and the bytes moved for both."""
+        job, layer, samples = self.job, self.layer, self.job.passes.gradient_samples
+        shards, flops, moved = min(job.passes.shards, samples), 0.0, 0.0
+        for moment in self.gradients:
+            width, rows = moment_width(moment, layer), moment.heads // moment.groups * job.sequence
+            if moment.diagonal:
+                moved += DIAGONAL_BYTES * layer.share(moment.point) * job.gradient_tokens * moment.heads * width
+                continue
+            smaller, larger = sorted((width, rows))
+            products = shards * math.ceil(rows * samples / shards / ROWS_PER_PRODUCT)
+            flops += 2.0 * samples * (rows * _banded_numbers(moment, layer) + moment.groups * smaller**2 * larger)
+            moved += ADDED_BYTES * products * _banded_numbers(moment, layer)
+            moved += 2 * SCALED_PASSES * RESIDUAL_BYTES * job.gradient_tokens * moment.heads * width  # for sum and norm
+            moved += SQUARED_BYTES * samples * moment.groups * smaller**2
+        return flops, moved
+
+    def correction_flops(self) -> float:
+        """Return the operations of a correction per token."""
+        layer, pairs = self.layer, self.pairs
+        if not pairs:
+            return 0.0
+        mlp = 2.0 * sum(block.share * block.numbers(block.width) for block in layer.mlps)
+        held = layer.attention_steps is not None and not any(task.refine for task, _ in self.tasks)
+        through_attention, through_mlp = WALKED_HELD if held else WALKED
+        walked = through_attention * (self.forward - mlp) + through_mlp * mlp
+        return walked + sum(_pair_flops(moment, layer) for moment in pairs)
 
 
 def _busiest(job: PlannedJob) -> _Busiest:
@@ -226,75 +304,9 @@ def _passes_dense(job: PlannedJob) -> bool:
     return "importance" in job.passes.scores or any(task.moments for task in job.tasks)
 
 
-def _measured_tokens(manifest: Manifest) -> float:
-    """Return the tokens on which importance is measured."""
-    if (calibration := manifest.calibration) is None:
-        return 0.0
-    shards, samples, sequence = calibration.shards, calibration.samples, calibration.sequence_length
-    return samples * sequence * len(importance_shards(shards, samples, sequence)) / shards
-
-
-def _held_out_tokens(manifest: Manifest) -> int:
-    if (calibration := manifest.calibration) is None:
-        return 0
-    samples, sequence = calibration.samples, calibration.sequence_length
-    return held_out_windows(samples, samples, sequence) * sequence
-
-
-def _gradient_work(
-    geometry: LayerGeometry,
-    gradients: Sequence[Moment],
-    forward: float,
-    gradient_tokens: int,
-    manifest: Manifest,
-) -> dict[str, float]:
-    """Count the backward pass, by fields of `LayerWork`. `forward`: operations of a forward pass per token."""
-    if not gradient_tokens or manifest.calibration is None:
-        return {"gradient_flops": 0.0}
-    pulled = sum(2.0 * geometry.numbers(_pulled_roles(moment)) for moment in gradients)
-    sequence, flops, moved = manifest.calibration.sequence_length, 0.0, 0.0
-    samples = gradient_tokens // sequence
-    shards = min(manifest.calibration.shards, samples)
-    for moment in gradients:
-        width, rows = moment_width(moment, geometry), moment.heads // moment.groups * sequence
-        if moment.diagonal:
-            moved += DIAGONAL_BYTES * geometry.share(moment.point) * gradient_tokens * moment.heads * width
-            continue
-        smaller, larger = sorted((width, rows))
-        products = shards * math.ceil(rows * samples / shards / ROWS_PER_PRODUCT)
-        flops += 2.0 * samples * (rows * _banded_numbers(moment, geometry) + moment.groups * smaller**2 * larger)
-        moved += ADDED_BYTES * products * _banded_numbers(moment, geometry)
-        moved += 2 * SCALED_PASSES * RESIDUAL_BYTES * gradient_tokens * moment.heads * width  # for sum and norm
-        moved += SQUARED_BYTES * samples * moment.groups * smaller**2
-    return {
-        "gradient_flops": float(gradient_tokens * (BACK * forward + pulled)),
-        "gradient_moment_flops": flops,
-        "gradient_moved_bytes": moved,
-        "gradient_grid_flops": float(min(GRID_TOKENS, sequence) * BACK * forward),
-    }
-
-
 def _moment_flops(moment: Moment, geometry: LayerGeometry) -> float:
     """Return the operations of a token's products, on average over all tokens."""
     return geometry.share(moment.point) * (moment.heads // moment.groups * 2 * _banded_numbers(moment, geometry))
-
-
-def _added_bytes(moment: Moment, geometry: LayerGeometry, manifest: Manifest, itemsize: int) -> float:
-    """Return the bytes moved to sum a moment. The last product of a shard may have fewer rows."""
-    calibration = manifest.calibration
-    assert calibration is not None
-    tokens, products = calibration.samples * calibration.sequence_length, _products(moment, manifest)
-    passing = geometry.share(moment.point) * tokens
-    values = SCALED_PASSES * itemsize * passing * moment.heads * moment_width(moment, geometry)
-    return float(ADDED_BYTES * _banded_numbers(moment, geometry) * products + values)
-
-
-def _products(moment: Moment, manifest: Manifest) -> int:
-    """Return the number of a moment's products in all shards."""
-    calibration = manifest.calibration
-    assert calibration is not None
-    rows = moment.heads // moment.groups * math.ceil(calibration.samples / calibration.shards)
-    return calibration.shards * math.ceil(rows * calibration.sequence_length / ROWS_PER_PRODUCT)
 
 
 def _banded_numbers(moment: Moment, geometry: LayerGeometry) -> int:
@@ -321,33 +333,12 @@ def scoring_flops(geometry: Geometry, window: int) -> float:
     return sum(forward_flops(layer, window) for layer in geometry.layers) + 2.0 * geometry.hidden * geometry.vocab
 
 
-def _correction_flops(busiest: _Busiest, forward: float) -> float:
-    """Return the operations of a correction per token. `forward`: operations of a forward pass."""
-    layer, pairs = busiest.layer, busiest.pairs
-    if not pairs:
-        return 0.0
-    mlp = 2.0 * sum(block.share * block.numbers(block.width) for block in layer.mlps)
-    held = layer.attention_steps is not None and not any(task.refine for task, _ in busiest.tasks)
-    through_attention, through_mlp = WALKED_HELD if held else WALKED
-    walked = through_attention * (forward - mlp) + through_mlp * mlp
-    return walked + sum(_pair_flops(moment, layer) for moment in pairs)
-
-
 def pair_bytes(pairs: Sequence[Moment], geometry: LayerGeometry) -> tuple[int, ...]:
     """Return the sizes of the pairs of each step: of one triangle of Σ x xᵀ, and of Σ e xᵀ."""
     sizes = {moment.point: geometry.features(moment.point) for moment in pairs}
     numbers = {point: width * (width + 1) // 2 + geometry.hidden * width for point, width in sizes.items()}
     steps = [sum(numbers.get(point, 0) for point in points) for points in geometry.corrected_points]
     return tuple(8 * step for step in steps if step)
-
-
-def _pair_added_bytes(moment: Moment, geometry: LayerGeometry, manifest: Manifest, itemsize: int) -> float:
-    """Return the bytes moved to sum a pair: x like a moment, and e for each number of its sum, per product."""
-    assert manifest.calibration is not None
-    tokens = manifest.calibration.samples * manifest.calibration.sequence_length
-    numbers = geometry.hidden * geometry.features(moment.point)
-    errors = PAIRED_BYTES * _products(moment, manifest) * numbers + ERROR_BYTES * tokens * geometry.hidden
-    return errors + _added_bytes(moment, geometry, manifest, itemsize)
 
 
 def _pair_flops(moment: Moment, geometry: LayerGeometry) -> float:

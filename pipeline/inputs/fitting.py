@@ -201,7 +201,7 @@ def _message(memory: ServingMemory, least: float, asked_by: str, advice: str) ->
     fit, asked = memory.fit, memory_text(memory.fit.memory)
     unit = " bytes" if asked.isdecimal() else ""
     sequences = f"{fit.sequences} sequence{'s' if fit.sequences > 1 else ''} of {fit.context:,} tokens"
-    share = f" of which it takes {memory.share:.0%}," if memory.share < 1 else ""
+    share = f" of which it takes {memory.engine.share:.0%}," if memory.engine.share < 1 else ""
     smallest, copied = shown_bytes(memory.needed(least), up=True), memory.copied_bytes(least)
     copies = f", its second copy of their codes {shown_bytes(copied)}" if copied else ""
     return (

@@ -14,8 +14,8 @@ import torch
 from manifests.errors import InputError, NumericsError
 from manifests.schema import Manifest
 from pipeline.cost_model.bounds import size_bound
-from pipeline.cost_model.estimate import expert_remarks, rank_remarks, source_remarks, stored_remarks
 from pipeline.cost_model.planned_job import PlannedJob
+from pipeline.cost_model.remarks import stored_remarks, text_remarks
 from pipeline.cost_model.serving_memory import ServingMemory
 from pipeline.driver.job_spec import CalibrationPasses
 from pipeline.families.foreign import sequence_limit
@@ -122,13 +122,11 @@ class Inputs:
             for position, method in enumerate(self.methods)
             for remark in method.remarks(self.geometry)
         )
-        of_tokens = rank_remarks(self.planned) + expert_remarks(self.manifest, self.geometry)
-        of_tokens += source_remarks(self.planned)
         of_model = _foreign_remarks(self.geometry, self.tasks) + _further_remarks(self.source)
         expected = {*self.geometry.expected_tensors(), f"{self.config['block']['head']}.weight"}
         of_model += unread_remarks(self.source, expected, bool(self.config.get("wrapper")))
         of_model += fit_remarks(self.serving, self.geometry) + self._size_remarks + stored_remarks(self.planned)
-        return of_methods + of_model + rounding_remarks(self.manifest, self.geometry) + of_tokens
+        return of_methods + of_model + rounding_remarks(self.manifest, self.geometry) + text_remarks(self.planned)
 
     @property
     def _size_remarks(self) -> tuple[str, ...]:

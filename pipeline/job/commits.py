@@ -29,7 +29,7 @@ def commit_interval(job: JobContext, hardware: Mapping[str, str]) -> int:
     entered = job.ledger.get(SCHEDULE)
     if entered is None:
         rates = _rates(job, hardware["device"])
-        prices = prices_of(job.inputs.planned, job.inputs.dtype.itemsize, rates, job.plan.kept)
+        prices = prices_of(job.inputs.planned, rates, job.plan.kept)
         entered = ScheduleEntry(every=layers_per_commit(prices))
         job.ledger.commit(SCHEDULE, entered)
     job.observer.say(f"resume.every: auto: hidden states are committed every {entered.every} layers")

@@ -64,8 +64,7 @@ def score_dense_first(job: JobContext) -> None:
         InputError: the loss shows that something was read wrongly.
         Interrupted: a signal came.
     """
-    perplexity = job.manifest.evaluation.perplexity
-    if job.tokens is None and perplexity and perplexity.dense:
+    if job.tokens is None and job.manifest.evaluation.with_dense:
         for key in dense_score_key(job):
             _score(job, key, job.inputs.source.place, key.rpartition("/")[2])
 
@@ -163,7 +162,7 @@ def _score_keys(job: JobContext, seal: str) -> dict[LedgerKey[ScoreEntry], str]:
     if job.evaluation is None:
         return {}
     keys = {score_key("output", _digest(seal, tokens_digest(job.evaluation.ids))): job.manifest.output}
-    if job.manifest.evaluation.perplexity and job.manifest.evaluation.perplexity.dense:
+    if job.manifest.evaluation.with_dense:
         keys |= dict.fromkeys(dense_score_key(job), job.inputs.source.place)
     return keys
 

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from pipeline.checkpoint.engines import planned_lines
 from pipeline.checkpoint.planned_size import plan_of
 from pipeline.console.amounts import duration
 from pipeline.cost_model.commits import committed_bytes, layers_per_commit
-from pipeline.cost_model.estimate import expert_remarks, make_plan, rank_remarks, source_remarks
+from pipeline.cost_model.estimate import Plan, make_plan
 from pipeline.cost_model.healing_work import healing_work
 from pipeline.cost_model.passes import PlannedPasses
 from pipeline.cost_model.phases import object_store_bytes, phase_seconds, scored_seconds, solving_seconds
@@ -29,11 +29,13 @@ from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.cost_model.prices import WORKERS_SECONDS, Prices, prices_of
 from pipeline.cost_model.probe import ProbedShape, measured_rates
 from pipeline.cost_model.rates import Rates, rates_of
-from pipeline.cost_model.texts import amount_seconds, job_seconds
+from pipeline.cost_model.remarks import text_remarks
+from pipeline.cost_model.serving_memory import ServingMemory
+from pipeline.cost_model.texts import job_seconds
 from pipeline.driver.ledger_keys import SAMPLES
 from pipeline.families.geometry import Geometry
 from pipeline.families.registry import geometry_of, standard_config
-from pipeline.inputs.calibration import evaluation_tokens
+from pipeline.inputs.calibration import EvaluationTokens, evaluation_tokens
 from pipeline.inputs.fitting import shown_bytes
 from pipeline.inputs.job_inputs import Inputs, fit_methods, fitted, measuring_layers, read_inputs
 from pipeline.job.context import with_samples
@@ -62,55 +64,75 @@ class RateSource:
         return self.gpu is None and not self.address and not os.environ.get("RAY_ADDRESS")
 
 
+@dataclass(frozen=True)
+class _Planned:
+    """A job to report on. `inputs`: None if only a config is known."""
+
+    job: PlannedJob
+    plan: Plan
+    dtype: torch.dtype
+    serving: ServingMemory | None
+    remarks: Sequence[str]
+    inputs: Inputs | None = None
+
+
 def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> dict[str, Any]:
     """Return the report as JSON.
 
     `config`: a config.json to plan for, without reading the source. Raises InputError.
     """
     manifest, chosen = planned_samples(manifest)
-    inputs = read_inputs(manifest, weights=False) if config is None else None
-    if inputs is not None:
-        job, dtype, plan = inputs.planned, inputs.dtype, plan_of(inputs)
-        serving, remarks = inputs.serving, list(inputs.remarks)
-    else:
-        assert config is not None
-        standard, geometry, dtype = _of_config(config)
-        manifest, serving = fitted(manifest, standard, geometry, geometry.model_bytes())
-        job = PlannedJob(manifest, geometry, *fit_methods(manifest, geometry))
-        remarks = [*rank_remarks(job), *expert_remarks(manifest, geometry), *source_remarks(job)]
-        plan = make_plan(job, dtype.itemsize, geometry.model_bytes())
-    manifest, geometry = measuring_layers(job), job.geometry
-    rates = rates_from(source, manifest, geometry, dtype)
-    prices = prices_of(job, dtype.itemsize, rates, plan.kept)
+    planned = _of_source(manifest) if config is None else _of_config(manifest, config)
+    job, plan, inputs, manifest = planned.job, planned.plan, planned.inputs, measuring_layers(planned.job)
+    rates = rates_from(source, manifest, job.geometry, planned.dtype)
+    prices = prices_of(job, rates, plan.kept)
     tokens = evaluation_tokens(inputs) if inputs else None
-    passes = prices.passes
-    phases = job_seconds(manifest, geometry, prices, tokens.ids.shape if tokens else ())
-    texts, evaluate = {"texts": phases.pop("texts")}, phases.pop("evaluate", 0.0)
-    if manifest.evaluation.calibrate_prediction:
-        phases["other sizes"] = OTHER_SIZES * size_seconds(phases, passes)
-    if manifest.measures_layers:
-        alone = phase_seconds(prices.of_layers_alone(rounds=not manifest.measures_unrounded))
-        models = (BLOCKS + 1) / 2  # each run of layers passes only the layers from its own first one on
-        phases["measured layers"] = size_seconds(alone, passes) + models * scored_seconds(phases, passes)
-    calibration = manifest.calibration
-    if calibration is not None and calibration.chooses_samples:
-        texts = {"amount of text": amount_seconds(calibration, geometry.layers[0], rates)} | texts
-    phases = {name: phases[name] for name in ("digests", "start")} | texts | phases  # in the order of the job
-    if inputs is not None and tokens is not None:
-        perplexity = inputs.manifest.evaluation.perplexity
-        models = 1 + (perplexity is not None and perplexity.dense)
-        phases["evaluate"] = models * (WORKERS_SECONDS + evaluate)
-    of_tasks, unknown = tasks_seconds(inputs, manifest.evaluation, rates, passes.workers)
+    phases = _phases(job, manifest, prices, tokens)
+    of_tasks, unknown = tasks_seconds(inputs, manifest.evaluation, rates, prices.passes.workers)
     phases |= {"tasks": of_tasks} if of_tasks else {}
-    healing = healing_work(manifest, geometry, plan.kept, dtype.itemsize)
-    phases |= healing.seconds(rates, passes.workers) if healing else {}
+    healing = healing_work(manifest, job.geometry, plan.kept)
+    phases |= healing.seconds(rates, prices.passes.workers) if healing else {}
     report = plan.report() | stored_bytes(prices, manifest) | seconds_of(phases, rates)
     report |= healing.report(rates) if healing else {}
-    remarks += [*chosen, *_not_counted(manifest, inputs), *unknown, *(tokens.read.left_out() if tokens else ())]
-    remarks += offloaded_layers(report)
+    remarks = [*planned.remarks, *chosen, *_not_counted(manifest, inputs), *unknown]
+    remarks += [*(tokens.read.left_out() if tokens else ()), *offloaded_layers(report)]
     further: dict[str, Any] = {} if inputs is None else {"engines": planned_lines(inputs)}
-    further |= {} if serving is None else {"serving": serving.report(plan.output_bytes)}
+    further |= {} if planned.serving is None else {"serving": planned.serving.report(plan.output_bytes)}
     return report | verdict(manifest, report, source, remarks) | further
+
+
+def _of_source(manifest: Manifest) -> _Planned:
+    inputs = read_inputs(manifest, weights=False)
+    return _Planned(inputs.planned, plan_of(inputs), inputs.dtype, inputs.serving, inputs.remarks, inputs)
+
+
+def _of_config(manifest: Manifest, path: Path) -> _Planned:
+    standard, geometry, dtype = _read_config(path)
+    manifest, serving = fitted(manifest, standard, geometry, geometry.model_bytes())
+    job = PlannedJob(manifest, geometry, *fit_methods(manifest, geometry))
+    return _Planned(job, make_plan(job, geometry.model_bytes()), dtype, serving, text_remarks(job))
+
+
+def _phases(
+    job: PlannedJob, manifest: Manifest, prices: Prices, evaluation: EvaluationTokens | None
+) -> dict[str, float]:
+    """Return the seconds by phase, without tasks and a healing. `manifest`: the job's, after `measuring_layers`."""
+    phases = job_seconds(job, prices, evaluation.ids.shape if evaluation else ())
+    evaluate, passes = phases.pop("evaluate", 0.0), prices.passes
+    if manifest.evaluation.calibrate_prediction:
+        phases["other sizes"] = OTHER_SIZES * _size_seconds(phases, passes)
+    if manifest.measures_layers:
+        alone = phase_seconds(prices.of_layers_alone(manifest))
+        models = (BLOCKS + 1) / 2  # each run of layers passes only the layers from its own first one on
+        phases["measured layers"] = _size_seconds(alone, passes) + models * scored_seconds(phases, passes)
+    if evaluation is not None:
+        phases["evaluate"] = (1 + manifest.evaluation.with_dense) * (WORKERS_SECONDS + evaluate)
+    return phases
+
+
+def _size_seconds(phases: Mapping[str, float], passes: PlannedPasses) -> float:
+    """Return the seconds to compress a model to one more size, and to score it on held-out text."""
+    return solving_seconds(phases) + phases["verify"] + scored_seconds(phases, passes)
 
 
 def planned_samples(manifest: Manifest) -> tuple[Manifest, list[str]]:
@@ -148,7 +170,7 @@ def verdict(
 ) -> dict[str, Any]:
     """Return `fits`, as far as it can be known here, `limits` that are exceeded, and all `remarks`, for the report."""
     limits = exceeded_limits(manifest, report, source)
-    spilled = _beyond_the_object_store(report) if source.is_here else []
+    spilled = _spilled(report) if source.is_here else []
     return {"fits": not limits, "limits": limits, "remarks": [*remarks, *limits, *spilled]}
 
 
@@ -164,10 +186,10 @@ def offloaded_layers(report: Mapping[str, Any]) -> list[str]:
     """Return a remark if the layers of a healing are in host memory, because the GPUs do not hold them."""
     if "healing_host_bytes" not in report:
         return []
-    on_host = f"{report['healing_host_bytes'] / 1e9:,.1f} GB"
     return [
-        f"heal: the GPUs do not hold the layers that train, which are in host memory, {on_host} "
-        f"for each of {report['healing_processes']} processes; steps take longer than with more workers (workers.max)"
+        "heal: the GPUs do not hold the layers that train, which are in host memory, "
+        f"{_gb(report['healing_host_bytes'])} GB for each of {report['healing_processes']} processes; steps take "
+        "longer than with more workers (workers.max)"
     ]
 
 
@@ -178,12 +200,7 @@ def uncounted_healing(manifest: Manifest) -> list[str]:
     return ["heal is not among the seconds: the plan does not read heal.text; give heal.tokens"]
 
 
-def size_seconds(phases: Mapping[str, float], passes: PlannedPasses) -> float:
-    """Return the seconds to compress a model to one more size, and to score it on held-out text."""
-    return solving_seconds(phases) + phases["verify"] + scored_seconds(phases, passes)
-
-
-def _of_config(path: Path) -> tuple[dict[str, Any], Geometry, torch.dtype]:
+def _read_config(path: Path) -> tuple[dict[str, Any], Geometry, torch.dtype]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -226,16 +243,26 @@ def rates_from(source: RateSource, manifest: Manifest, geometry: Geometry, dtype
 def exceeded_limits(manifest: Manifest, plan: Mapping[str, Any], source: RateSource) -> list[str]:
     """Return the limits of this machine, of the named GPU and of the disks that the job exceeds. The limits of other
     nodes are unknown."""
-    limits = _beyond_this_machine(manifest, plan) if source.is_here else []
-    if source.gpu is not None and plan["worker_device_bytes"] > plan["rates"]["device_bytes"]:
-        limits.append(
-            f"does not fit: a worker needs {plan['worker_device_bytes'] / 1e9:.0f} GB of its GPU, which has "
-            f"{plan['rates']['device_bytes'] / 1e9:.0f}; lower calibration.micro_batch, or take a larger one"
+    faults = [*_disk_faults(manifest, plan)]
+    if source.gpu is not None:
+        faults = [*_gpu_faults(manifest, plan), *faults]
+    if source.is_here:
+        faults = [*_machine_faults(manifest, plan), *faults]
+    return [f"does not fit: {fault}" for fault in faults]
+
+
+def _gpu_faults(manifest: Manifest, plan: Mapping[str, Any]) -> Iterator[str]:
+    device, healing = plan["rates"]["device_bytes"], plan.get("healing_bytes", 0)
+    if plan["worker_device_bytes"] > device:
+        yield (
+            f"a worker needs {plan['worker_device_bytes'] / 1e9:.0f} GB of its GPU, which has {device / 1e9:.0f}; "
+            "lower calibration.micro_batch, or take a larger one"
         )
-    healing = plan.get("healing_bytes", 0)
-    if source.gpu is not None and manifest.workers.gpus and healing > plan["rates"]["device_bytes"]:
-        fault = device_fault(healing, plan["healing_processes"], plan["rates"]["device_bytes"])
-        limits.append(f"does not fit: {fault}")
+    if manifest.workers.gpus and healing > device:
+        yield device_fault(healing, plan["healing_processes"], device)
+
+
+def _disk_faults(manifest: Manifest, plan: Mapping[str, Any]) -> Iterator[str]:
     run_dir_bytes = plan["run_dir_bytes"] + plan.get("healing_disk_bytes", 0)
     for name, needed in (("output", plan["output_bytes"]), ("run_dir", run_dir_bytes)):
         place = Path(getattr(manifest, name))
@@ -244,58 +271,53 @@ def exceeded_limits(manifest: Manifest, plan: Mapping[str, Any], source: RateSou
         nearest = next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.exists())
         free = shutil.disk_usage(nearest).free
         if needed > free:
-            limits.append(f"does not fit: {name} takes {needed / 1e9:,.1f} GB, {free / 1e9:,.1f} are free at {nearest}")
-    return limits
+            yield f"{name} takes {_gb(needed)} GB, {_gb(free)} are free at {nearest}"
 
 
-def memory_here(plan: Mapping[str, Any]) -> int:
-    """Return the bytes of memory that the workers and the driver take together on one machine."""
-    return int(plan["workers"] * plan["worker_host_bytes"] + plan["driver_peak_bytes"])
-
-
-def _beyond_this_machine(manifest: Manifest, plan: Mapping[str, Any]) -> list[str]:
-    """Return the limits of this machine's memory and cores that the workers exceed."""
+def _machine_faults(manifest: Manifest, plan: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the limits of this machine's memory and cores that the workers exceed."""
     from workers.cluster import machine_bytes  # and Ray
 
-    limits, machine = [], machine_bytes()
-    needed = memory_here(plan)
+    workers, machine = manifest.workers, machine_bytes()
+    needed = plan["workers"] * plan["worker_host_bytes"] + plan["driver_peak_bytes"]
     if needed > machine:
-        limits.append(
-            f"does not fit: {plan['workers']} workers of {plan['worker_host_bytes'] / 1e9:,.1f} GB and the driver take "
-            f"{needed / 1e9:,.1f} GB of memory, this machine has {machine / 1e9:,.1f}; lower workers.max, or give "
-            "--address of a cluster"
+        yield (
+            f"{plan['workers']} workers of {_gb(plan['worker_host_bytes'])} GB and the driver take {_gb(needed)} GB of "
+            f"memory, this machine has {_gb(machine)}; lower workers.max, or give --address of a cluster"
         )
-    healing = plan.get("healing_bytes", 0)
+    healing, on_host = plan.get("healing_bytes", 0), plan.get("healing_host_bytes", 0)
     processes = plan.get("healing_processes", 0)
-    if not manifest.workers.gpus and healing * processes > machine:
-        limits.append(
-            f"does not fit: heal trains in {processes} processes of {healing / 1e9:,.1f} GB of memory, this machine "
-            f"has {machine / 1e9:,.1f}; leave out heal, or give --address of a cluster"
+    if not workers.gpus and healing * processes > machine:
+        yield (
+            f"heal trains in {processes} processes of {_gb(healing)} GB of memory, this machine has {_gb(machine)}; "
+            "leave out heal, or give --address of a cluster"
         )
-    on_host = plan.get("healing_host_bytes", 0)
     if on_host * processes > machine:
-        limits.append(f"does not fit: {host_fault(on_host, processes, machine / processes)}")
-    gpus, workers = torch.cuda.device_count(), manifest.workers
+        yield host_fault(on_host, processes, machine / processes)
+    gpus = torch.cuda.device_count()
     if workers.gpus * workers.min > gpus:
-        limits.append(
-            f"does not fit: workers.gpus: {workers.gpus:g} for each of {workers.min} workers, this machine has {gpus} "
-            "GPUs; plan for one with --gpu NAME, or for a cluster with --address"
+        yield (
+            f"workers.gpus: {workers.gpus:g} for each of {workers.min} workers, this machine has {gpus} GPUs; plan for "
+            "one with --gpu NAME, or for a cluster with --address"
         )
-    if fault := thread_fault(manifest.workers.cpus, machine_cores(), "this machine"):
-        limits.append(f"does not fit: {fault}")
-    return limits
+    if fault := thread_fault(workers.cpus, machine_cores(), "this machine"):
+        yield fault
 
 
-def _beyond_the_object_store(plan: Mapping[str, Any]) -> list[str]:
+def _spilled(plan: Mapping[str, Any]) -> list[str]:
     """Return a remark if Ray would spill to disk, which is slower but works."""
     from workers.cluster import object_store_room  # and Ray
 
     if plan["object_store_bytes"] <= (store := object_store_room()):
         return []
     return [
-        f"spills to disk: workers exchange {plan['object_store_bytes'] / 1e9:,.1f} GB through Ray's object store, "
-        f"which holds {store / 1e9:,.1f} of it in this machine's memory and writes the rest to disk"
+        f"spills to disk: workers exchange {_gb(plan['object_store_bytes'])} GB through Ray's object store, "
+        f"which holds {_gb(store)} of it in this machine's memory and writes the rest to disk"
     ]
+
+
+def _gb(amount: float) -> str:
+    return f"{amount / 1e9:,.1f}"
 
 
 def serving_line(serving: Mapping[str, Any]) -> str:

@@ -7,7 +7,6 @@ from contextlib import redirect_stdout
 
 from manifests.errors import InputError
 from manifests.evaluation import Evaluation
-from pipeline.cost_model.phases import evaluate_seconds
 from pipeline.cost_model.prices import WORKERS_SECONDS
 from pipeline.cost_model.rates import Rates
 from pipeline.cost_model.work import scoring_flops
@@ -37,4 +36,4 @@ def tasks_seconds(inputs: Inputs | None, evaluation: Evaluation, rates: Rates, w
     flops = sum(
         counted.tokens * (scoring_flops(geometry, counted.window) - head) + counted.places * head for counted in passes
     )
-    return 2 * (len(passes) * WORKERS_SECONDS + evaluate_seconds(flops, rates, workers)), []
+    return 2 * (len(passes) * WORKERS_SECONDS + flops / rates.single / workers), []

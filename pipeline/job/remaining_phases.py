@@ -43,16 +43,16 @@ def job_eta(job: JobContext, rates: Rates) -> Eta:
     """Return the phases ahead of a job that begins or resumes. A search for a size is counted as `TRIED` sizes,
     each with its phases. For a sweep see `pipeline.sweeping.sweep_plan.sweep_eta`."""
     inputs, manifest = job.inputs, job.manifest
-    prices = prices_of(inputs.planned, inputs.dtype.itemsize, rates, job.plan.kept)
-    alone = prices.of_layers_alone(rounds=not manifest.measures_unrounded)
-    seconds = job_seconds(manifest, inputs.geometry, prices, job.evaluation.ids.shape if job.evaluation else ())
+    prices = prices_of(inputs.planned, rates, job.plan.kept)
+    alone = prices.of_layers_alone(manifest)
+    seconds = job_seconds(inputs.planned, prices, job.evaluation.ids.shape if job.evaluation else ())
     remaining = _Remaining(job, prices.passes, seconds, phase_seconds(alone))
     planned = [PlannedPhase("start", START_SECONDS)]
     if job.tokens is not None and job.ledger.get(TEXTS) is None:
         planned.append(PlannedPhase("score texts", seconds["texts"]))
     planned += [*remaining.single_phases(), *remaining.sizes()]
     if manifest.heal is not None and job.ledger.get(HEALED) is None:
-        planned += [*healing_phases(job, inputs, job.plan, rates), *remaining.healed_scores()]
+        planned += [*healing_phases(job, inputs, job.plan, rates), *remaining.scores()]
     planned.append(PlannedPhase("assemble", seconds["assemble"]))
     if "evaluate" in seconds:
         planned += _evaluations(job, seconds["evaluate"])
@@ -64,12 +64,9 @@ def healing_phases(job: JobContext, inputs: Inputs, plan: Plan, rates: Rates) ->
 
     `inputs`, `plan`: those of the job, or of a point of a sweep.
     """
-    manifest, geometry = inputs.manifest, inputs.geometry
-    assert manifest.heal is not None
-    read = manifest.heal.model_copy(update={"tokens": healing_tokens(job).trained.numel()})
-    work = healing_work(manifest.model_copy(update={"heal": read}), geometry, plan.kept, inputs.dtype.itemsize)
+    work = healing_work(inputs.manifest, inputs.geometry, plan.kept, healing_tokens(job).trained.numel())
     assert work is not None, "the number of tokens is known"
-    seconds = work.seconds(rates, manifest.workers.max)
+    seconds = work.seconds(rates, work.processes)
     names = ("score teacher", "heal") if job.ledger.get(TEACHER) is None else ("heal",)
     return [PlannedPhase(name, seconds[name]) for name in names]
 
@@ -95,7 +92,7 @@ class _Remaining:
         planned: list[PlannedPhase] = []
         if first in seconds and self._has_moments:
             amount = seconds[first] + (self._solving[1] - self._last_solves if self.passes.in_pass else 0.0)
-            planned += self._phase(first, amount, _keys(dense_key, range(self.passes.layers)))
+            planned += self._phase(first, amount, self._dense_keys)
         if "gradient" in seconds:
             layers = driver_job(self.job.inputs).gradient_layers()
             planned += self._phase("gradient", seconds["gradient"], _keys(gradient_key, layers))
@@ -104,40 +101,46 @@ class _Remaining:
         return planned
 
     def sizes(self) -> list[PlannedPhase]:
-        """Return the phases of each size: solving, and scores on held-out text."""
-        ledger, of_model = self.job.ledger, self._held_out
+        """Return the phases of each size: solving, and scores on held-out text. With `budget.measure_layers`, layers
+        are solved and scored alone first."""
+        ledger, manifest = self.job.ledger, self.job.manifest
         tries = len(ledger.keys(TRIES))
-        count = 1 if self.job.inputs.max_loss is None else max(1, TRIED - tries)
-        count += max(0, OTHER_SIZES - tries) if self.job.manifest.evaluation.calibrate_prediction else 0
-        measures = self.job.manifest.measures_layers and ledger.get(LOSS_RATIOS) is None
-        count += measures
-        scored = self.job.held_out is not None and of_model > 0.0
+        sizes = 1 if self.job.inputs.max_loss is None else max(1, TRIED - tries)
+        sizes += max(0, OTHER_SIZES - tries) if manifest.evaluation.calibrate_prediction else 0
+        further = [PlannedPhase(*self._solving), *self.scores()]
+        if manifest.measures_layers and ledger.get(LOSS_RATIOS) is None:
+            first = self._first_solve("compress", solving_seconds(self.alone))
+            return [*first, *self._first_scores(), *self._block_scores(), *further * sizes]
+        return [*self._first_solve(*self._solving), *self._first_scores(), *further * (sizes - 1)]
+
+    def scores(self, *models: str) -> list[PlannedPhase]:
+        """Return the scores of models on held-out text, by default of the compressed one."""
+        scored = self.job.held_out is not None and self._held_out > 0.0
+        return [PlannedPhase(f"score {model}", self._held_out) for model in models or ("held-out",) if scored]
+
+    def _first_solve(self, phase: str, seconds: float) -> list[PlannedPhase]:
+        """Return the rest of the first solve of all layers: of those that are not committed, or not solved in the
+        pass."""
+        if self.passes.in_pass and self._missing(self._dense_keys):
+            return [PlannedPhase(phase, self._last_solves)]
+        return self._phase(phase, seconds, _keys(layer_key, self.job.inputs.claimed_layers))
+
+    def _first_scores(self) -> list[PlannedPhase]:
+        """Return the scores on held-out text after the first solve. The outputs of the dense model are stored once."""
+        ledger = self.job.ledger
+        if ledger.get(HELD_OUT_SCORE) is not None:
+            return []
         held_out = ledger.get(HELD_OUT)
         comes_first = self.passes.joined and ledger.get(TEXTS) is None
         has_dense = comes_first or (held_out is not None and held_out.outputs is not None)
-        planned: list[PlannedPhase] = []
-        for number in range(count):
-            keys = _keys(layer_key, self.job.inputs.claimed_layers) if number == 0 else ()
-            phase, amount = ("compress", solving_seconds(self.alone)) if measures and number == 0 else self._solving
-            if self.passes.in_pass and not planned and self._missing(_keys(dense_key, range(self.passes.layers))):
-                planned.append(PlannedPhase(phase, self._last_solves))
-            else:
-                planned += self._phase(phase, amount, keys)
-            if scored and (number > 0 or ledger.get(HELD_OUT_SCORE) is None):
-                models = ("held-out-dense", "held-out")[has_dense or number > 0 :]
-                planned += [PlannedPhase(f"score {model}", of_model) for model in models]
-            blocks = runs_of_layers(self.job.inputs.claimed_layers) if measures and number == 0 else []
-            missing = [first for first, *_ in blocks if ledger.get(block_key(first)) is None]
-            of_layer = of_model / self.passes.layers
-            planned += [
-                PlannedPhase(f"score {block_name(first)}", of_layer * (self.passes.layers - first)) for first in missing
-            ]
-        return planned
+        return self.scores("held-out") if has_dense else self.scores("held-out-dense", "held-out")
 
-    def healed_scores(self) -> list[PlannedPhase]:
-        """Return the score of the healed layers on held-out text."""
-        scored = self.job.held_out is not None and self._held_out > 0.0
-        return [PlannedPhase("score held-out", self._held_out)] if scored else []
+    def _block_scores(self) -> list[PlannedPhase]:
+        """Return the scores of the runs of layers that are not measured. Each passes the layers from its first one."""
+        of_layer, layers = self._held_out / self.passes.layers, self.passes.layers
+        firsts = (first for first, *_ in runs_of_layers(self.job.inputs.claimed_layers))
+        missing = [first for first in firsts if self.job.ledger.get(block_key(first)) is None]
+        return [PlannedPhase(f"score {block_name(first)}", of_layer * (layers - first)) for first in missing]
 
     @property
     def _held_out(self) -> float:
@@ -157,6 +160,10 @@ class _Remaining:
     def _last_solves(self) -> float:
         """The seconds of the layers that are not solved within the dense pass."""
         return min(1.0, (self.passes.workers + 2) / self.passes.layers) * self._solving[1]
+
+    @property
+    def _dense_keys(self) -> list[LedgerKey[Any]]:
+        return _keys(dense_key, range(self.passes.layers))
 
     @property
     def _has_moments(self) -> bool:
@@ -179,8 +186,6 @@ def _keys(key_of: Callable[[int], LedgerKey[Any]], layers: Sequence[int]) -> lis
 
 def _evaluations(job: JobContext, seconds: float) -> list[PlannedPhase]:
     """Return the evaluations of OUTPUT and of the dense model that are not entered. `seconds`: of one model."""
-    perplexity = job.manifest.evaluation.perplexity
-    with_dense = perplexity is not None and perplexity.dense
     has_dense = any(job.ledger.get(key) is not None for key in dense_score_key(job))
     each = [PlannedPhase("start", WORKERS_SECONDS), PlannedPhase("evaluate", seconds)]
-    return each * (1 + (with_dense and not has_dense))
+    return each * (1 + (job.manifest.evaluation.with_dense and not has_dense))

@@ -10,7 +10,7 @@ from manifests.importing import quick_imports
 from pipeline.checkpoint.compression_record import SEAL, quick_faults
 from pipeline.checkpoint.listing import companion_faults
 from pipeline.console.signals import deferred_signals
-from pipeline.cost_model.estimate import source_remarks
+from pipeline.cost_model.remarks import source_remarks
 from pipeline.driver.ledger_keys import COMPLETE, HELD_OUT_SCORE, REUSED, SAMPLES, TEXTS, TRIED_SIZE
 from pipeline.evaluation.losses import all_warnings
 from pipeline.job.context import JobContext, begin, check_output, open_job

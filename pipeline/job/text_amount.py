@@ -81,7 +81,7 @@ def enough(counts: Sequence[int], errors: Sequence[float]) -> int:
 def planned_seconds(job: JobContext, manifest: Manifest, rates: Rates) -> float:
     """Return the planned seconds of the job with another manifest, without its evaluation."""
     planned = replace(job.inputs.planned, manifest=manifest)
-    prices = prices_of(planned, job.inputs.dtype.itemsize, rates, job.plan.kept)
+    prices = prices_of(planned, rates, job.plan.kept)
     return sum(phase_seconds(prices).values())
 
 

@@ -78,7 +78,9 @@ class Run:
     @cached_property
     def geometry(self) -> Geometry:
         """The geometry of the dense model."""
-        return geometry_of(standard_config(self.fingerprint["config"]), 8 * self._itemsize)
+        return geometry_of(
+            standard_config(self.fingerprint["config"]), 8 * getattr(torch, self.fingerprint["dtype"]).itemsize
+        )
 
     @cached_property
     def tasks(self) -> tuple[Task, ...]:
@@ -91,14 +93,9 @@ class Run:
     def plan(self) -> Plan:
         """The plan in the summary of a finished job; before, a plan with upper bounds on stored bytes."""
         job = PlannedJob.of(self.manifest, self.geometry, self.tasks)
-        plan = make_plan(job, self._itemsize, self.geometry.model_bytes())
+        plan = make_plan(job, self.geometry.model_bytes())
         stored = (self.summary or {}).get("plan", {})
         return replace(plan, **{each.name: stored[each.name] for each in fields(Plan) if each.name in stored})
-
-    @property
-    def _itemsize(self) -> int:
-        """Bytes of a number in the dtype of the forward pass."""
-        return int(getattr(torch, self.fingerprint["dtype"]).itemsize)
 
     @cached_property
     def caps(self) -> dict[tuple[str, str], int]:

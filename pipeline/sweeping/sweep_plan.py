@@ -50,12 +50,11 @@ def sweep_report(sweep: Sweep, points: tuple[SweepPoint, ...], request: RateSour
     if healings:
         phases |= {"score teacher": healings[0].seconds(rates, workers)["score teacher"], "heal": 0.0}
     for point in swept:
-        seconds, healing = _seconds(point.inputs, tokens, rates), _healing(point.inputs)
-        own = {"solve": seconds["solve"], "score": _scoring(seconds) + of_tasks}
-        own["assemble"] = (
-            seconds["assemble"] + seconds["verify"] + seconds.get("compare", 0.0) if point.point.save else 0.0
-        )
-        if healing:  # healed points are scored again
+        seconds = _seconds(point.inputs, tokens, rates)
+        own = {"solve": seconds["solve"], "score": _scoring(seconds) + of_tasks, "assemble": 0.0}
+        if point.point.save:
+            own["assemble"] = seconds["assemble"] + seconds["verify"] + seconds.get("compare", 0.0)
+        if healing := _healing(point.inputs):  # healed points are scored again
             own |= {"heal": healing.seconds(rates, workers)["heal"], "score": 2 * own["score"]}
         rows.append(_row(point, sum(own.values())))
         if point.curves_digest not in curved:  # points with the same methods share their curves
@@ -150,7 +149,7 @@ def run_dir_bytes(swept: Sequence[SweptPoint], plan: Plan) -> int:
 def _seconds(inputs: Inputs, evaluation: EvaluationTokens | None, rates: Rates) -> dict[str, float]:
     """Return phase -> seconds of a job with these inputs; `evaluate` and `held-out` are those of one model."""
     prices = _prices(inputs, rates)
-    seconds = job_seconds(inputs.manifest, inputs.geometry, prices, evaluation.ids.shape if evaluation else ())
+    seconds = job_seconds(inputs.planned, prices, evaluation.ids.shape if evaluation else ())
     seconds["held-out"] = scored_seconds(seconds, prices.passes)
     seconds["solve"] = solving_seconds(seconds)
     return seconds
@@ -159,7 +158,7 @@ def _seconds(inputs: Inputs, evaluation: EvaluationTokens | None, rates: Rates) 
 @lru_cache(maxsize=256)  # as of its plan
 def _prices(inputs: Inputs, rates: Rates) -> Prices:
     """Return the prices of a job with these inputs. A sweep does not solve layers during the pass."""
-    prices = prices_of(inputs.planned, inputs.dtype.itemsize, rates, _plan(inputs).kept)
+    prices = prices_of(inputs.planned, rates, _plan(inputs).kept)
     return replace(prices, passes=replace(prices.passes, in_pass=False))
 
 
@@ -171,7 +170,7 @@ def _scoring(seconds: dict[str, float]) -> float:
 @lru_cache(maxsize=256)
 def _healing(inputs: Inputs) -> HealingWork | None:
     """Return the work of healing a point; None if it is not healed, or of a text of unknown length."""
-    return healing_work(inputs.manifest, inputs.geometry, _plan(inputs).kept, inputs.dtype.itemsize)
+    return healing_work(inputs.manifest, inputs.geometry, _plan(inputs).kept)
 
 
 @lru_cache(maxsize=256)  # the plan of a point is needed in several places

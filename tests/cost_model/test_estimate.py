@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ import pytest
 
 from manifests.schema import Manifest
 from pipeline.console.amounts import duration
-from pipeline.cost_model.estimate import DRIVER_BYTES, Plan, make_plan, rank_remarks
+from pipeline.cost_model.estimate import DRIVER_BYTES, Plan, make_plan
 from pipeline.cost_model.memory import KEPT_BYTES, PROCESS_BYTES, moment_bytes, solve_bytes
 from pipeline.cost_model.passes import PlannedPasses
 from pipeline.cost_model.phases import phase_seconds
 from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.cost_model.prices import WORKERS_SECONDS, Prices
 from pipeline.cost_model.rates import NOMINAL_CPU, rates_of
+from pipeline.cost_model.remarks import rank_remarks
 from pipeline.cost_model.solve_work import eigen_flops, solve_flops, solve_seconds, solve_work
 from pipeline.cost_model.vocabulary import TOKENIZER_BYTES
 from pipeline.cost_model.work import layer_work
@@ -47,8 +49,8 @@ def calibration(**changes: Any) -> dict[str, Any]:
     return {"text": TEXT, **cut, "propagate": "compressed", **changes}
 
 
-def plan_of(job: Manifest, geometry: Geometry, itemsize: int = 2, source_bytes: int = 1000) -> Plan:
-    return make_plan(PlannedJob.of(job, geometry), itemsize, source_bytes)
+def plan_of(job: Manifest, geometry: Geometry, source_bytes: int = 1000) -> Plan:
+    return make_plan(PlannedJob.of(job, geometry), source_bytes)
 
 
 def rounded_job(job: Manifest, geometry: Geometry) -> PlannedJob:
@@ -67,17 +69,6 @@ def test_a_small_job_by_hand() -> None:
     assert plan.output_bytes == 2 * plan.expected_numbers
     assert plan.statistics_bytes_per_layer == 8 * (2 * 16 * 16 + 80 * 80)
     assert plan.activation_bytes == 320 * 48 * 2
-    claimed, outer = 32 * 48 + 48 * 64 + 3 * 80 * 48, MODEL - 6 * LAYER
-    copied = 6 * (LAYER - claimed)
-    assert plan.read_phases == {
-        "digests": 1000 + 2 * (copied + outer),  # what is copied is checked, too
-        **dict.fromkeys(("texts", "importance", "statistics"), 2 * MODEL),
-        "propagate": 2 * copied,
-        "solve": 2 * 6 * LAYER,
-        "verify": plan.output_bytes - 2 * outer,
-        **dict.fromkeys(("compare", "held-out"), 2 * MODEL + plan.output_bytes),
-        "assemble": 2 * outer,
-    }
     assert plan.read_bytes == sum(plan.read_phases.values())
     assert plan.forward_flops == 3 * 6 * 320 * (2 * LAYER + 2 * 32 * 64)
     assert plan.moment_flops == 6 * 320 * (2 * 4 * 16 * 16 + 2 * 80 * 80)
@@ -151,18 +142,18 @@ def test_what_following_the_loss_takes() -> None:
     (mlp,) = (task for task in planned.tasks if (task.layer, task.name) == (0, "mlp"))
     square = 8 * (80 * 80 + 2 * 48 * 48 + 2 * 80)  # of what down reads; of what gate and up read, and the metric
     assert solve_bytes(mlp, llama().layers[0]) == 4 * square + 2 * 65_536 * 48 + 3 * 80 * 48 * (8 + 2)
-    one = layer_work(planned, 2, gradient_tokens=100)
+    one = layer_work(planned)
     forward = 2 * LAYER + 2 * 32 * 64
     through = 2 * 48 * (64 + 32)
-    assert one.gradient_flops == 100 * (3 * forward + through)
-    # Three moments of three samples, a shard of 32 tokens each: a band of 48 columns, and the rows' own product.
-    assert one.gradient_moment_flops == 3 * 3 * 2 * 32 * (48 * 48 + 32 * 48)
-    squares = 40 * 100 * 2 * 80  # of what leaves gate and up the squares alone
-    assert one.gradient_moved_bytes == 3 * (32 * 3 * 48 * 48 + 2 * 3 * 4 * 100 * 48 + 40 * 3 * 32 * 32) + squares
+    assert one.gradient_flops == 320 * (3 * forward + through)
+    # Three moments of ten samples in four shards, 32 tokens each: a band of 48 columns, and the rows' own product.
+    assert one.gradient_moment_flops == 3 * 10 * 2 * 32 * (48 * 48 + 32 * 48)
+    squares = 40 * 320 * 2 * 80  # of what leaves gate and up the squares alone
+    assert one.gradient_moved_bytes == 3 * (32 * 4 * 48 * 48 + 2 * 3 * 4 * 320 * 48 + 40 * 10 * 32 * 32) + squares
     assert one.gradient_grid_flops == 32 * 3 * forward
     assert one.grid_flops == 32 * forward
     assert one.held_out_flops == (32 * forward, 32 * forward)
-    kept = layer_work(planned, 2, keep=0.75)
+    kept = layer_work(planned, 0.75)
     assert kept.held_out_flops == pytest.approx((32 * forward, 32 * (forward - 0.5 * LAYER)))
     assert len(one.curves) == len(one.solves) == 3
     assert one.correction_flops == 0
@@ -189,15 +180,15 @@ def test_what_following_the_loss_takes() -> None:
     assert one.curves[1].shared is not None
     assert (one.curves[1].pieces, solve_flops(one.curves[1].shared)) == (8, pytest.approx(shared))
     again = manifest({"method": "loss_aware", "correct": "output"}, keep=0.8, calibration=dense)
-    two = layer_work(PlannedJob.of(again, llama()), 2, gradient_tokens=100)
+    two = layer_work(PlannedJob.of(again, llama()))
     pairs = sum(f * (f + 4 * 48) for f in (48, 64, 48, 80))
     attention = forward - 2 * 3 * 48 * 80
     assert two.correction_flops == 320 * (3 * forward + attention + pairs)
     trained = manifest({"method": "loss_aware", "correct": "output", "refine": True}, keep=0.8, calibration=dense)
-    three = layer_work(PlannedJob.of(trained, llama()), 2, gradient_tokens=100)
+    three = layer_work(PlannedJob.of(trained, llama()))
     assert three.correction_flops == 320 * (4 * forward + 4 * attention + pairs)
     rates = rates_of("H200")
-    phases = phase_seconds(Prices(two, rates, PlannedPasses(6, 4, 2, importance=0, compressed=False)))
+    phases = phase_seconds(Prices(two, rates, PlannedPasses(6, 4, 2)))
     assert {"gradient", "curves", "correct", "held-out"} < set(phases)
     assert sum(two.pair_bytes) == 8 * sum(f * (f + 1) // 2 + f * 48 for f in (48, 64, 48, 80))
     assert two.pair_added_bytes > 40 * 320 / 32 * 48 * (48 + 64 + 48 + 80)
@@ -213,7 +204,7 @@ def test_what_low_rank_behind_a_moment_takes() -> None:
     job = manifest({"method": "svd_llm"}, keep=0.8, calibration=calibration(propagate="dense"))
     planned = PlannedJob.of(job, llama())
     names = [task.name for task in planned.tasks if task.layer == 0]
-    solves = dict(zip(names, layer_work(planned, 2).solves, strict=True))
+    solves = dict(zip(names, layer_work(planned).solves, strict=True))
     both, down = solves["gate_up"], solves["down"]
     assert (eigen_flops(both), eigen_flops(down)) == (2 * 10 * 48**3, 10 * 80**3 + 10 * 48**3)
     rank = 0.65 * 48
@@ -233,8 +224,8 @@ def test_what_rounding_takes() -> None:
     )
     where = llama(hidden_size=64, intermediate_size=128)
     planned = rounded_job(job, where)
-    work = layer_work(planned, 2)
-    assert work.solves[:2] == layer_work(PlannedJob.of(plain, where), 2).solves
+    work = layer_work(planned)
+    assert work.solves[:2] == layer_work(PlannedJob.of(plain, where)).solves
     assert solve_flops(work.solves[2]) == 0  # q and k, which are rounded alone
     found = {read_task_key(key).group: each for key, each in work.rounding.items()}
     kept = 96  # three quarters of 128
@@ -246,7 +237,7 @@ def test_what_rounding_takes() -> None:
     assert (found["embed"].products, found["embed"].columns) == (0.0, 0)
     assert len(work.rounding) == 3 * where.num_layers + 2
     rates = rates_of("H200")
-    seconds = phase_seconds(Prices(work, rates, PlannedPasses(6, 4, 1, importance=0, compressed=False)))
+    seconds = phase_seconds(Prices(work, rates, PlannedPasses(6, 4, 1)))
     assert seconds["round"] == pytest.approx(sum(solve_seconds(each, rates) for each in work.rounding.values()))
     (head,) = (task for task in planned.tasks if task.roles == ("head",))
     assert head.moments
@@ -260,7 +251,7 @@ def test_the_size_of_a_rounded_checkpoint() -> None:
     job = manifest(calibration=calibration(), quantize=rounded, keep=1.0)
     norms = 2 * 64 * where.num_layers + 64
     matrices = where.model_numbers() - norms
-    found = make_plan(PlannedJob.of(job, where), 2, 1)
+    found = make_plan(PlannedJob.of(job, where), 1)
     shapes = 2 * 16 * (7 * where.num_layers + 2)
     assert found.output_bytes == 2 * (norms + round(matrices * (4 / 16 + 1 / 32))) + shapes
     assert found.output_bound == "budget.keep"
@@ -271,21 +262,21 @@ def test_rounding_takes_a_fifth_of_a_large_solve_at_most(method: str) -> None:
     where = llama(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8)
     rounded = {"bits": 4, "group": 32}
     job = manifest({"method": method}, keep=0.8, calibration=calibration(propagate="dense"), quantize=rounded)
-    work = layer_work(rounded_job(job, where), 2)
-    seconds = phase_seconds(Prices(work, NOMINAL_CPU, PlannedPasses(6, 4, 1, importance=0, compressed=False)))
+    work = layer_work(rounded_job(job, where))
+    seconds = phase_seconds(Prices(work, NOMINAL_CPU, PlannedPasses(6, 4, 1)))
     assert 0.0 < seconds["round"] < 0.2 * seconds["solve"]
 
 
+def plan_of_70b(*methods: dict[str, Any], **changes: Any) -> Plan:
+    """Return the plan of a Llama-2-70B, whose source has more bytes than its model, on eight GPUs."""
+    text = calibration(samples=256, sequence_length=4096, shards=16, micro_batch=1, **changes)
+    job = manifest(*methods, keep=0.8, calibration=text, workers={"max": 8, "gpus": 1})
+    return plan_of(job, llama(**LLAMA_70B), 137_953_316_864)
+
+
 def test_a_70b_that_follows_the_loss_fits_on_a_gpu() -> None:
-    job = manifest(
-        {"method": "loss_aware"},
-        keep=0.8,
-        calibration=calibration(samples=256, sequence_length=4096, shards=16, micro_batch=1, propagate="dense"),
-        workers={"max": 8, "gpus": 1},
-    )
-    plan = plan_of(job, llama(**LLAMA_70B), itemsize=2, source_bytes=137_953_316_864)
-    # Four times what down reads (6.1 GiB), the sample (7), weights and their float64 copies.
-    assert 38 * GIB < plan.worker_device_bytes < 48 * GIB
+    """It holds four times what down reads (6.1 GiB), the sample (7), weights and their float64 copies."""
+    assert 38 * GIB < plan_of_70b({"method": "loss_aware"}, propagate="dense").worker_device_bytes < 48 * GIB
 
 
 def test_no_more_workers_than_shards() -> None:
@@ -326,12 +317,7 @@ def test_features_of_points() -> None:
 
 
 def test_llama_2_70b() -> None:
-    job = manifest(
-        keep=0.8,
-        calibration=calibration(samples=256, sequence_length=4096, shards=16, micro_batch=1),
-        workers={"max": 8, "gpus": 1},
-    )
-    plan = plan_of(job, llama(**LLAMA_70B), itemsize=2, source_bytes=137_953_316_864)
+    plan = plan_of_70b()
     assert plan.dense_numbers == 68_976_648_192  # as published
     assert plan.layer_bytes == 2 * 855_654_400
     assert plan.source_bytes == 2 * plan.dense_numbers + 20_480  # rotary buffers of the original files
@@ -361,85 +347,45 @@ def test_the_report_is_json() -> None:
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path: Path, tiny_model: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("not read by a plan", encoding="utf-8")
-    document = {
-        "version": 1,
-        "model": {"source": str(tiny_model())},
-        "output": str(tmp_path / "out"),
-        "run_dir": str(tmp_path / "run"),
-        "budget": {"keep": 0.8},
-        "calibration": {**calibration(), "text": {"files": [str(text)]}},
-        "methods": [{"method": "flat_llm"}],
-    }
-    path = tmp_path / "job.yaml"
-    path.write_text(json.dumps(document), encoding="utf-8")
-    assert main([str(path), "--json", "--tflops", "0.5"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_the_command(
+    tmp_path: Path, tiny_model: Any, planned: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = {"files": [str(tmp_path / "text.txt")]}
+    (tmp_path / "text.txt").write_text("not read by a plan", encoding="utf-8")
+    job = {"model": {"source": str(tiny_model())}, "calibration": calibration(text=text)}
+    found = planned("--tflops", "0.5", **job)
     assert found["rates"]["products"] == found["rates"]["double"] == 0.5e12
     assert list(found["phases"]) == [
-        "digests",
-        "start",
-        "texts",
-        "importance",
-        "statistics",
-        "reduce",
-        "solve",
-        "propagate",
-        "compare",
-        "verify",
-        "held-out",
-        "assemble",
-    ]
+        "digests", "start", "texts", "importance", "statistics", "reduce", "solve", "propagate", "compare", "verify",
+        "held-out", "assemble",
+    ]  # fmt: skip
     assert found["estimated_seconds"] == pytest.approx(sum(found["phases"].values()))
     assert found["layers"] == 3
-    scored = {"perplexity": {"text": {"files": [str(text)]}, "window": 4, "dense": True}}
-    path.write_text(json.dumps({**document, "evaluation": scored}), encoding="utf-8")
-    assert main([str(path), "--json", "--tflops", "0.5"]) == 0
-    evaluated = json.loads(capsys.readouterr().out)["phases"].pop("evaluate")
-    assert evaluated > 2 * WORKERS_SECONDS
-    assert main([str(path), "--tflops", "1"]) == 0
-    shown = capsys.readouterr().out
-    assert "worker peak bytes" in shown
+    scored = {"perplexity": {"text": text, "window": 4, "dense": True}}
+    assert planned("--tflops", "0.5", **job, evaluation=scored)["phases"]["evaluate"] > 2 * WORKERS_SECONDS
+    assert main([str(tmp_path / "job.yaml"), "--tflops", "1"]) == 0
+    assert "worker peak bytes" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "out").exists()
-    assert main([str(path), "--set", "budget.keep=0.01"]) == 2
-    assert "reachable is" in capsys.readouterr().err
-
-
-def of_nowhere(folder: Path) -> dict[str, Any]:
-    """What a manifest says of a model that is not there."""
-    places = {"output": str(folder / "out"), "run_dir": str(folder / "run")}
-    return {"version": 1, "model": {"source": "nowhere"}, **places, "budget": {"keep": 0.8}}
+    assert "reachable is" in planned("--set", "budget.keep=0.01", **job)
 
 
 @pytest.mark.slow
-def test_from_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_a_config_alone(tmp_path: Path, planned: Callable[..., Any]) -> None:
     """No source is there; a GPU's rates come from the table, and what is too large is said."""
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({"model_type": "llama", "torch_dtype": "bfloat16", **LLAMA_70B}), encoding="utf-8")
-    document = {
-        **of_nowhere(tmp_path),
-        "calibration": {
-            **calibration(samples=256, sequence_length=4096, shards=16, micro_batch=1),
-            "propagate": "dense",
-        },
-        "methods": [{"method": "flat_llm"}],
-        "workers": {"max": 8, "gpus": 1},
-    }
-    path = tmp_path / "job.yaml"
-    path.write_text(json.dumps(document), encoding="utf-8")
-    command = [str(path), "--config", str(config), "--gpu", "H200", "--json"]
-    assert main(command) == 0
-    found = json.loads(capsys.readouterr().out)
+    cut = calibration(samples=256, sequence_length=4096, shards=16, micro_batch=1, propagate="dense")
+    job = {"config": LLAMA_70B, "calibration": cut, "workers": {"max": 8, "gpus": 1}}
+
+    def changed(*fields: str, **blocks: Any) -> Any:
+        return planned("--gpu", "H200", *(part for field in fields for part in ("--set", field)), **job, **blocks)
+
+    found = changed()
     assert found["dense_numbers"] == 68_976_648_192
     assert found["rates"]["products"] == 500e12
     assert 60 < found["estimated_seconds"] < 600
     assert found["layers_per_commit"] == 1
     assert found["committed_bytes"] == 79 * found["activation_bytes"]
-    assert main([*command, "--set", "resume.every=auto"]) == 0
-    seldom = json.loads(capsys.readouterr().out)
+    seldom = changed("resume.every=auto")
     assert seldom["committed_bytes"] == 79 // seldom["layers_per_commit"] * found["activation_bytes"]
     assert seldom["layers_per_commit"] > 1
     assert any("does not fit: run_dir takes" in remark for remark in found["remarks"]) == (
@@ -447,47 +393,29 @@ def test_from_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     )
     assert not any("evaluation" in remark for remark in found["remarks"])
     scored = {"perplexity": {"text": {"files": ["text.txt"]}, "window": 8}, "tasks": ["arc_easy"]}
-    path.write_text(json.dumps({**document, "evaluation": scored}), encoding="utf-8")
-    assert main(command) == 0
-    unknown = [remark for remark in json.loads(capsys.readouterr().out)["remarks"] if "evaluation" in remark]
-    assert unknown == [
+    assert [remark for remark in changed(evaluation=scored)["remarks"] if "evaluation" in remark] == [
         "evaluation.perplexity is not among the seconds: with --config its text is not read",
         "evaluation.tasks is not among the seconds: with --config no tokenizer is read",
     ]
-    assert main([*command, "--set", "calibration.micro_batch=64"]) == 0
-    assert any("does not fit: a worker needs" in remark for remark in json.loads(capsys.readouterr().out)["remarks"])
-    assert main([*command, "--set", "calibration.samples=6", "--set", "calibration.shards=1"]) == 0
-    assert "fewer than the 28672 columns of down.in" in json.loads(capsys.readouterr().out)["remarks"][0]
+    large, few = changed("calibration.micro_batch=64"), changed("calibration.samples=6", "calibration.shards=1")
+    assert any("does not fit: a worker needs" in remark for remark in large["remarks"])
+    assert "fewer than the 28672 columns of down.in" in few["remarks"][0]
     (tmp_path / "list.json").write_text("[]")
-    assert main([str(path), "--config", str(tmp_path / "list.json")]) == 2
-    assert "holds no mapping of fields; give the config.json of a model" in capsys.readouterr().err
-    assert main([str(path), "--config", str(tmp_path / "none.json")]) == 2
-    assert "--config: " in capsys.readouterr().err
-    assert main([str(path), "--config", str(config), "--gpu", "RTX"]) == 2
-    assert "--gpu: 'RTX' does not name exactly one" in capsys.readouterr().err
+    wrong = planned("--config", str(tmp_path / "list.json"), calibration=cut)
+    assert "holds no mapping of fields; give the config.json of a model" in wrong
+    assert "--config: " in planned("--config", str(tmp_path / "none.json"), calibration=cut)
+    assert "--gpu: 'RTX' does not name exactly one" in planned("--gpu", "RTX", **job)
 
 
 @pytest.mark.slow
-def test_what_this_machine_s_memory_does_not_hold(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_this_machine_s_memory_does_not_hold(planned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is said of it where workers are elsewhere."""
     monkeypatch.setattr(cluster, "get_system_memory", lambda: 4 * GIB)
     monkeypatch.setattr(planning, "machine_cores", lambda: 3)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    config, path = tmp_path / "config.json", tmp_path / "job.yaml"
     wide = {**LLAMA_70B, "hidden_size": 256, "intermediate_size": 16384, "num_hidden_layers": 2}
-    config.write_text(json.dumps({"model_type": "llama", "torch_dtype": "bfloat16", **wide}), encoding="utf-8")
-    document = {
-        **of_nowhere(tmp_path),
-        "calibration": {**calibration(shards=4), "propagate": "dense"},
-        "methods": [{"method": "flat_llm"}],
-        "workers": {"max": 2},
-    }
-    path.write_text(json.dumps(document), encoding="utf-8")
-    command = [str(path), "--config", str(config), "--tflops", "1", "--json"]
-    assert main(command) == 0
-    found = json.loads(capsys.readouterr().out)
+    job = {"config": wide, "calibration": calibration(shards=4, propagate="dense"), "workers": {"max": 2}}
+    found = planned("--tflops", "1", **job)
     assert found["object_store_bytes"] == pytest.approx(2 * 3 * 4 * 16384**2, rel=0.01)
     memory, store = (remark for remark in found["remarks"] if "this machine" in remark)
     assert memory.startswith("does not fit: 2 workers of ")
@@ -495,16 +423,12 @@ def test_what_this_machine_s_memory_does_not_hold(
     assert found["limits"] == [memory]
     assert not found["fits"]
     assert store.startswith("spills to disk: workers exchange 6.4 GB through Ray's object store, which holds 1.3 of it")
-    assert main([*command, "--set", "workers.cpus=64"]) == 0
-    threads = json.loads(capsys.readouterr().out)["limits"][1]
-    assert threads == (
+    assert planned("--tflops", "1", "--set", "workers.cpus=64", **job)["limits"][1] == (
         "does not fit: workers.cpus: 64 threads for each worker are more than the cores of this machine, 3; set "
         "workers.cpus: 3 or fewer, or use nodes with more cores"
     )
-    for elsewhere in (["--address", "head:6379"], ["--gpu", "H200"]):
-        given = [part for part in command if part not in ("--tflops", "1")] if elsewhere[0] == "--gpu" else command
-        assert main([*given, *elsewhere]) == 0
-        assert not any("this machine" in remark for remark in json.loads(capsys.readouterr().out)["remarks"])
+    for elsewhere in (("--tflops", "1", "--address", "head:6379"), ("--gpu", "H200")):
+        assert not any("this machine" in remark for remark in planned(*elsewhere, **job)["remarks"])
 
 
 @pytest.mark.parametrize(
@@ -557,7 +481,7 @@ def test_what_feedback_on_both_sides_takes() -> None:
     where = llama(hidden_size=64, intermediate_size=128)
     found = []
     for job in (both, one):
-        found.append(layer_work(rounded_job(job, where), 2).rounding)
+        found.append(layer_work(rounded_job(job, where)).rounding)
     assert found[0].keys() == found[1].keys() != set()
     for name, work in found[0].items():
         assert work.products > found[1][name].products

@@ -9,13 +9,11 @@ import pytest
 
 from manifests.schema import Manifest
 from pipeline.cost_model.bounds import Size
-from pipeline.cost_model.passes import planned_passes
+from pipeline.cost_model.estimate import make_plan
 from pipeline.cost_model.planned_job import PlannedJob
-from pipeline.cost_model.reads import read_phases
 from pipeline.families.geometry import Geometry
 from pipeline.methods.registry import build_methods, claim_tasks
-from tests.families.geometries import llama, other
-from tests.families.geometries import manifest as flat
+from tests.families.geometries import llama, manifest, other
 
 # Bytes of a Llama of 16 bits: D 48, N 80, six layers, four query heads and two of keys and values of 16, V 320.
 NORMS, ATTENTION, MLP = 2 * 2 * 48, 2 * (2 * 64 * 48 + 2 * 32 * 48), 2 * 3 * 80 * 48
@@ -23,25 +21,24 @@ LAYER = NORMS + ATTENTION + MLP
 OUTER = 2 * (2 * 320 * 48 + 48)
 MODEL = 6 * LAYER + OUTER
 SOURCE, OUTPUT = 1_000_000, Size(150_000, 300_000)
-TEXT: dict[str, Any] = {"text": {"files": ["t"]}, "samples": 16, "sequence_length": 32, "shards": 4}
+TEXT: dict[str, Any] = {
+    "text": {"files": ["t"]}, "samples": 16, "sequence_length": 32, "shards": 4, "propagate": "dense",
+}  # fmt: skip
 
 
-def job(methods: list[dict[str, Any]], *, text: bool = True, **fields: Any) -> Manifest:
-    calibration = {**TEXT, "propagate": "dense", **fields.pop("calibration", {})} if text else None
-    document = {**flat().model_dump(exclude_unset=True), "methods": methods, "calibration": calibration, **fields}
-    return Manifest.model_validate(document)
+def job(*methods: dict[str, Any], text: bool = True, **fields: Any) -> Manifest:
+    calibration = {**TEXT, **fields.pop("calibration", {})} if text else None
+    return manifest(*methods, calibration=calibration, **fields)
 
 
 def phases(of: Manifest, geometry: Geometry | None = None) -> dict[str, int]:
-    geometry = geometry or llama()
-    planned = PlannedJob.of(of, geometry)
-    return read_phases(planned, OUTPUT, SOURCE, planned_passes(planned))
+    return dict(make_plan(PlannedJob.of(of, geometry or llama()), SOURCE, OUTPUT).read_phases)
 
 
 def test_a_job_without_text() -> None:
     """Two of six layers are claimed; the phases are in the order of the job, and those without bytes are left out."""
     rest = MODEL - 2 * LAYER
-    read = phases(job([{"method": "svd", "keep": 0.5, "layers": [1, 4]}], text=False))
+    read = phases(job({"method": "svd", "keep": 0.5, "layers": [1, 4]}, text=False))
     assert list(read.items()) == [
         ("digests", SOURCE + rest + 2 * NORMS),
         ("solve", 2 * LAYER),
@@ -53,16 +50,16 @@ def test_a_job_without_text() -> None:
 
 def test_a_job_that_changes_nothing_copies_the_model() -> None:
     """Its checkpoint is as large as the model, so that no compressed layer is verified."""
-    planned = PlannedJob.of(job([{"method": "svd", "keep": 0.5}], text=False), llama(), ())
-    read = read_phases(planned, Size(MODEL // 2, MODEL), SOURCE, planned_passes(planned))
+    planned = PlannedJob.of(job({"method": "svd", "keep": 0.5}, text=False), llama(), ())
+    read = make_plan(planned, SOURCE, Size(MODEL // 2, MODEL)).read_phases
     assert read == {"digests": SOURCE + MODEL, "compare": 2 * MODEL, "assemble": MODEL}
-    smaller = read_phases(planned, Size(MODEL // 2, MODEL - 9), SOURCE, planned_passes(planned))
+    smaller = make_plan(planned, SOURCE, Size(MODEL // 2, MODEL - 9)).read_phases
     assert "verify" not in smaller
 
 
 def test_statistics_of_the_dense_model() -> None:
     """Stored moments are read where ranks wait for importance: two of 16 x 16 for values, one of 80 x 80."""
-    read = phases(job([{"method": "flat_llm"}], budget={"keep": 0.8}))
+    read = phases(job({"method": "flat_llm"}, keep=0.8))
     copied = 6 * (LAYER - 2 * (32 * 48 + 48 * 64) - MLP)
     moments = 6 * 8 * (2 * 16**2 + 80**2)
     assert read == {
@@ -78,7 +75,7 @@ def test_statistics_of_the_dense_model() -> None:
 
 
 def test_layers_that_are_solved_in_the_pass_read_no_moments() -> None:
-    in_pass = phases(job([{"method": "flat_llm", "uniform": True}], budget={"keep": 0.8}))
+    in_pass = phases(job({"method": "flat_llm", "uniform": True}, keep=0.8))
     assert in_pass["solve"] == 6 * LAYER
 
 
@@ -86,14 +83,14 @@ def test_statistics_behind_compressed_layers() -> None:
     """Importance has a pass of its own over the dense model; the walk reads what compressed layers copy."""
     compressed = {"propagate": "compressed"}
     copied = 6 * (LAYER - 2 * (32 * 48 + 48 * 64) - MLP)
-    ranked = phases(job([{"method": "flat_llm"}], calibration=compressed, budget={"keep": 0.8}))
+    ranked = phases(job({"method": "flat_llm"}, calibration=compressed, keep=0.8))
     assert [name for name in ranked if name not in ("texts", "verify", "compare", "held-out", "assemble")] == [
         "digests", "importance", "statistics", "propagate", "solve",
     ]  # fmt: skip
     assert (ranked["importance"], ranked["propagate"], ranked["solve"]) == (MODEL, copied, 6 * LAYER)
-    uniform = phases(job([{"method": "flat_llm", "uniform": True}], calibration=compressed, budget={"keep": 0.8}))
+    uniform = phases(job({"method": "flat_llm", "uniform": True}, calibration=compressed, keep=0.8))
     assert {name: ranked[name] for name in ranked if name != "importance"} == uniform
-    without_moments = phases(job([{"method": "svd", "keep": 0.5}], calibration=compressed))
+    without_moments = phases(job({"method": "svd", "keep": 0.5}, calibration=compressed))
     assert without_moments.keys().isdisjoint({"importance", "statistics", "propagate"})
 
 
@@ -103,7 +100,7 @@ def test_upper_tiles_of_wide_moments(width: int, tiles: int) -> None:
     entry = {"method": "flat_llm", "attention": False, "layers": [0]}
     geometry = llama(intermediate_size=width)
     own = geometry.layers[0].num_bytes()
-    assert phases(job([entry], budget={"keep": 0.9}), geometry)["solve"] == own + 8 * tiles
+    assert phases(job(entry, keep=0.9), geometry)["solve"] == own + 8 * tiles
 
 
 def test_samples_and_diagonals() -> None:
@@ -112,9 +109,9 @@ def test_samples_and_diagonals() -> None:
     `loss_aware` of an MLP: its curve and its solve read weights, moments and the sample.
     """
     entry = {"method": "loss_aware", "attention": False, "query_key": False, "layers": [5]}
-    read = phases(job([entry], budget={"keep": 0.9}))
+    read = phases(job(entry, keep=0.9))
     geometry = llama()
-    (task,) = claim_tasks(build_methods(job([entry], budget={"keep": 0.9})), geometry)
+    (task,) = claim_tasks(build_methods(job(entry, keep=0.9)), geometry)
     stored = 0
     for moment in task.moments:
         width = geometry.layers[5].features(moment.point)
@@ -132,22 +129,22 @@ def test_samples_and_diagonals() -> None:
 def test_the_backward_pass_reads_from_the_first_layer_that_asks(first: int, count: int) -> None:
     """And the head; the layers behind it read nothing of their own for it."""
     entry = {"method": "flat_llm", "allocation": "loss", "layers": [first, 5] if first < 5 else [5]}
-    assert phases(job([entry], budget={"keep": 0.9}))["gradient"] == count * LAYER + OUTER
+    assert phases(job(entry, keep=0.9))["gradient"] == count * LAYER + OUTER
 
 
 @pytest.mark.parametrize(("dense", "models"), [(False, 0), (True, 1)])
 def test_an_evaluation_reads_the_dense_model_on_request(dense: bool, models: int) -> None:
     evaluation = {"perplexity": {"text": {"files": ["t"]}, "window": 16, "dense": dense}}
-    read = phases(job([{"method": "svd", "keep": 0.5}], text=False, evaluation=evaluation))
+    read = phases(job({"method": "svd", "keep": 0.5}, text=False, evaluation=evaluation))
     assert read["evaluate"] == OUTPUT.num_bytes + models * MODEL
 
 
 def test_corrections_and_training_read_both_layers() -> None:
     """A corrected layer passes once for each of its points and once for its outputs: of q, o, gate and down."""
     corrected = {"method": "loss_aware", "correct": "output", "layers": [1, 2]}
-    assert phases(job([corrected], budget={"keep": 0.9}))["correct"] == 2 * 2 * LAYER * 5
+    assert phases(job(corrected, keep=0.9))["correct"] == 2 * 2 * LAYER * 5
     trained = {"method": "svd", "keep": 0.5, "refine": True, "layers": [1, 2, 3]}
-    read = phases(job([trained]))
+    read = phases(job(trained))
     assert read["refine"] == 2 * 3 * LAYER
     assert "correct" not in read
 
@@ -158,8 +155,7 @@ EXPERTS = 6 * EXPERT
 
 
 def mixture_job(entry: dict[str, Any], held: int, **fields: Any) -> Manifest:
-    budget = {"keep": 0.8, "scope": "experts"}
-    return job([entry], budget=budget, workers={"max": 2, "experts": held}, **fields)
+    return job(entry, keep=0.8, scope="experts", workers={"max": 2, "experts": held}, **fields)
 
 
 @pytest.mark.parametrize(("held", "slices"), [(6, 1), (4, 2), (2, 3), (1, 6)])
@@ -220,13 +216,11 @@ def test_weights_in_a_stored_format_count_as_they_are_stored() -> None:
     linears = sum(own for own, _ in stored.values()) // 6
     layer, source = NORMS + linears, 6 * (NORMS + linears) + OUTER
     assert (geometry.model_bytes(), geometry.layers[0].stored_bytes()) == (source, layer)
-    of = job([{"method": "loss_aware", "layers": [1, 4]}], budget={"keep": 0.9})
-    planned, same = PlannedJob.of(of, geometry), PlannedJob.of(of, plain)
-    read = read_phases(planned, OUTPUT, source, planned_passes(planned))
+    of = job({"method": "loss_aware", "layers": [1, 4]}, keep=0.9)
+    read, plain_read = phases(of, geometry), phases(of, plain)
     rest = source - 2 * layer
-    assert read["digests"] == source + rest + 2 * NORMS
+    assert read["digests"] == SOURCE + rest + 2 * NORMS
     assert (read["texts"], read["statistics"], read["assemble"]) == (source, source, rest)
-    plain_read = read_phases(same, OUTPUT, MODEL, planned_passes(same))
     assert plain_read["curves"] - read["curves"] == plain_read["solve"] - read["solve"] == 2 * (LAYER - layer)
     assert plain_read["gradient"] - read["gradient"] == 5 * (LAYER - layer)
     assert min(read.values()) > 0

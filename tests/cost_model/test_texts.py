@@ -29,15 +29,16 @@ def job_of(**calibration: Any) -> Manifest:
 
 def prices_for(job: Manifest, *, importance: int = 0, **work: Any) -> Prices:
     """Return a job's prices, with layers that take no time to read and to build."""
-    prices = prices_of(PlannedJob.of(job, GEOMETRY), 2, RATES)
+    prices = prices_of(PlannedJob.of(job, GEOMETRY), RATES)
     own = replace(prices.work, **{"built_bytes": 0.0, "weight_bytes": 0, **work})
     return replace(prices, work=own, passes=replace(prices.passes, importance=importance))
 
 
 def seconds(job: Manifest, evaluation: int = 0, **changes: Any) -> float:
-    own = {name: changes.pop(name) for name in ("built_bytes", "weight_bytes") if name in changes}
+    own = {name: changes.pop(name) for name in ("built_bytes", "weight_bytes", "held_out_flops") if name in changes}
     prices = prices_for(job, **own)
-    return texts_seconds(job, GEOMETRY, evaluation, replace(prices, passes=replace(prices.passes, **changes)))
+    prices = replace(prices, passes=replace(prices.passes, **changes))
+    return texts_seconds(PlannedJob.of(job, GEOMETRY), prices, evaluation)
 
 
 def flops(windows: int, length: int) -> float:
@@ -85,26 +86,20 @@ def test_reading_goes_on_beside_the_products() -> None:
 
 
 def test_held_out_text_may_pass_the_model_with_both_texts() -> None:
-    prices = prices_for(job_of(), held_out_flops=(5000.0, 7.0))
-    with_it, without = (
-        texts_seconds(job_of(), GEOMETRY, 0, replace(prices, passes=replace(prices.passes, joined=joined)))
-        for joined in (True, False)
-    )
+    with_it, without = (seconds(job_of(), held_out_flops=(5000.0, 7.0), joined=joined) for joined in (True, False))
     assert with_it - without == pytest.approx(6 * 5000.0 / 1000.0)
 
 
 def test_a_job_without_statistics_reads_no_text() -> None:
-    job = job_of()
+    job, without = PlannedJob.of(job_of(), GEOMETRY), PlannedJob.of(manifest(keep=0.8), GEOMETRY)
     idle = {"moment_flops": 0.0, "sample_bytes": 0}
-    assert texts_seconds(job, GEOMETRY, 100, prices_for(job, **idle)) == 0.0
-    assert texts_seconds(job, GEOMETRY, 100, prices_for(job, importance=2, **idle)) > 0.0
-    assert texts_seconds(manifest(keep=0.8), GEOMETRY, 100, prices_for(job)) == 0.0
+    assert texts_seconds(job, prices_for(job_of(), **idle), 100) == 0.0
+    assert texts_seconds(job, prices_for(job_of(), importance=2, **idle), 100) > 0.0
+    assert texts_seconds(without, prices_for(job_of()), 100) == 0.0
 
 
 def test_the_amount_of_text_is_chosen_at_the_widest_point_of_the_first_layer() -> None:
     """512 tokens through the layer, for a moment of 80 x 80; three fits of half of its channels."""
-    calibration = job_of().calibration
-    assert calibration is not None
     passing = 512 * ((2 * LAYER + 2 * 32 * 64) / 500.0 + 80**2 / 250.0)
     fits = 3 * (40**3 / 3 / 125.0 + 6 * 40**3 / 50.0)
-    assert amount_seconds(calibration, GEOMETRY.layers[0], RATES) == pytest.approx(WORKERS_SECONDS + passing + fits)
+    assert amount_seconds(PlannedJob.of(job_of(), GEOMETRY), RATES) == pytest.approx(WORKERS_SECONDS + passing + fits)

@@ -23,19 +23,15 @@ from pipeline.driver.ledger_keys import SCHEDULE
 from pipeline.job import commits
 from pipeline.job.commits import commit_interval
 from stores.ledger import Ledger
-from tests.families.geometries import llama, manifest
+from tests.families.geometries import LLAMA_70B, llama, manifest
 
 TEXT = {"text": {"files": ["text.txt"]}, "samples": 256, "sequence_length": 4096, "shards": 256}
-LARGE = {
-    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
-    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32000, "max_position_embeddings": 4096,
-}  # fmt: skip
 LAYERS = 80
 
 
 def prices_for(propagate: str, workers: int = 1, importance: int = 0) -> Prices:
-    job, geometry = manifest(keep=0.8, calibration={**TEXT, "propagate": propagate}), llama("gqa", **LARGE)
-    work = layer_work(PlannedJob.of(job, geometry), 2)
+    job, geometry = manifest(keep=0.8, calibration={**TEXT, "propagate": propagate}), llama(**LLAMA_70B)
+    work = layer_work(PlannedJob.of(job, geometry))
     return Prices(work, rates_of("H200"), PlannedPasses(LAYERS, 256, workers, importance, propagate == "compressed"))
 
 
@@ -45,14 +41,14 @@ def prices_for(propagate: str, workers: int = 1, importance: int = 0) -> Prices:
 def test_the_fewest_layers_whose_commits_cost_little(propagate: str, workers: int, slower: float) -> None:
     """Commits take 5 % of a pass or less, and would not with one layer less; unless too much would be lost."""
     prices = prices_for(propagate, workers)
-    fast, passes = prices.rates, prices.passes
+    fast = prices.rates
     rates = replace(fast, products=fast.products / slower, double=fast.double / slower, memory=fast.memory / slower)
     prices = replace(prices, rates=rates)
     every, phases = layers_per_commit(prices), phase_seconds(prices)
     names = ("statistics", "reduce", "solve", "propagate") if propagate == "compressed" else ("statistics", "reduce")
     layer_s = sum(phases[name] for name in names) / LAYERS
     share = committing_seconds(prices) / layer_s
-    assert share > prices.work.hidden_bytes / passes.nodes(rates) / rates.disk / layer_s
+    assert share > prices.work.hidden_bytes / prices.nodes / rates.disk / layer_s
     assert 1 <= every <= LAYERS
     assert every == 1 or every * layer_s <= REPEATED_SECONDS
     assert every == 1 or share / (every - 1) > 0.05
@@ -74,14 +70,14 @@ def test_the_quickest_pass_decides() -> None:
 def test_only_gradients_of_the_model_are_committed(kind: str) -> None:
     text = {**TEXT, "propagate": "dense", "gradient": {"kind": kind}}
     job = manifest({"method": "loss_aware"}, keep=0.8, calibration=text, resume={"every": 1})
-    prices = prices_of(PlannedJob.of(job, llama("gqa", **LARGE)), 2, rates_of("H200"))
+    prices = prices_of(PlannedJob.of(job, llama(**LLAMA_70B)), rates_of("H200"))
     never = replace(prices, passes=replace(prices.passes, every=0))
     assert (phase_seconds(prices)["gradient"] > phase_seconds(never)["gradient"]) == (kind == "model")
 
 
 def job_of(ledger: Ledger, every: int | str, said: list[str], **fields: Any) -> Any:
     asked: Manifest = manifest(keep=0.8, **{"calibration": TEXT, "resume": {"every": every}, **fields})
-    planned = PlannedJob.of(asked, llama("gqa", **LARGE))
+    planned = PlannedJob.of(asked, llama(**LLAMA_70B))
     inputs = SimpleNamespace(manifest=asked, geometry=planned.geometry, planned=planned, dtype=torch.bfloat16)
     observer = SimpleNamespace(say=lambda line, level=logging.INFO: said.append(line))
     plan = SimpleNamespace(kept=0.8)

@@ -24,10 +24,10 @@ from manifests.entries import (
     TextsEntry,
     TryEntry,
 )
-from manifests.records import ArrayRecord, SourceFile, StagedRecord
+from manifests.records import SourceFile, StagedRecord
 from manifests.schema import Manifest
 from pipeline.console.eta import PlannedPhase
-from pipeline.cost_model.phases import evaluate_seconds, phase_seconds
+from pipeline.cost_model.phases import phase_seconds
 from pipeline.cost_model.prices import START_SECONDS, WORKERS_SECONDS, prices_of
 from pipeline.cost_model.rates import NOMINAL_CPU
 from pipeline.cost_model.work import scoring_flops
@@ -55,16 +55,13 @@ from stores.ledger import Ledger
 from tests import factories
 from tests.families.geometries import manifest as flat
 from tests.memory_storage import Memory
+from tools.simulator.estimates import RECORD
 
 SHA, LAYERS = "0" * 64, 6
 UNIFORM: dict[str, Any] = {"method": "flat_llm", "uniform": True}
 RANKED: dict[str, Any] = {"method": "flat_llm"}
 BY_LOSS: dict[str, Any] = {"method": "flat_llm", "allocation": "loss", "layers": [2, 4]}
 COMPRESSED = {"propagate": "compressed"}
-ARRAY = ArrayRecord(
-    version=1, path=f"array/{0:032}", shape=(1,), dtype="uint8", chunks=(1,), symmetric=False, metadata_sha256=SHA,
-    checksums=(),
-)  # fmt: skip
 DENSE = DenseEntry(cosine=(), statistics={})
 LAYER = LayerEntry(
     staged=StagedRecord(path=f"staged/layer-00000.{0:032}.safetensors", size=1, sha256=SHA, tensors={}),
@@ -100,7 +97,7 @@ def job_of(
 
 def plan_of(job: Any) -> dict[str, float]:
     """Return the plan's seconds by phase."""
-    return phase_seconds(prices_of(job.inputs.planned, 2, NOMINAL_CPU, keep=0.8))
+    return phase_seconds(prices_of(job.inputs.planned, NOMINAL_CPU, keep=0.8))
 
 
 def ahead(job: Any) -> list[PlannedPhase]:
@@ -248,7 +245,7 @@ def test_calibrated_predictions_solve_other_sizes(tried: int) -> None:
 def test_measured_layers_stand_between_two_solves(entry: dict[str, Any], second: str) -> None:
     """The first solve has no corrections."""
     job = job_of({"method": "loss_aware", **entry}, budget={"keep": 0.8, "measure_layers": True})
-    job.ledger.commit(HELD_OUT, HeldOutEntry(tokens=ARRAY, outputs=(ARRAY,)))
+    job.ledger.commit(HELD_OUT, HeldOutEntry(tokens=RECORD, outputs=(RECORD,)))
     phases = names(ahead(job))
     parts = [f"score block-{layer:05d}" for layer in range(LAYERS)]
     expected = ["compress", "score held-out", *parts, second, "score held-out"]
@@ -263,9 +260,9 @@ def test_measured_layers_stand_between_two_solves(entry: dict[str, Any], second:
 def test_scores_on_held_out_text() -> None:
     """The dense model's outputs are stored once; a score that is entered is not planned."""
     job = job_of(RANKED)
-    job.ledger.commit(HELD_OUT, HeldOutEntry(tokens=ARRAY))
+    job.ledger.commit(HELD_OUT, HeldOutEntry(tokens=RECORD))
     assert "score held-out-dense" in names(ahead(job))
-    job.ledger.commit(HELD_OUT, HeldOutEntry(tokens=ARRAY, outputs=(ARRAY,)))
+    job.ledger.commit(HELD_OUT, HeldOutEntry(tokens=RECORD, outputs=(RECORD,)))
     assert names(ahead(job))[-2:] == ["score held-out", "assemble"]
     assert "score held-out-dense" not in names(ahead(job))
     job.ledger.commit(HELD_OUT_SCORE, SCORE)
@@ -283,7 +280,7 @@ def test_where_experts_are_streamed_held_out_text_passes_the_dense_model_with_th
     assert "score held-out-dense" not in names(ahead(job))
     job.ledger.commit(TEXTS, TEXT)
     assert "score held-out-dense" in names(ahead(job))
-    job.ledger.commit(HELD_OUT, HeldOutEntry(tokens=ARRAY, outputs=(ARRAY,)))
+    job.ledger.commit(HELD_OUT, HeldOutEntry(tokens=RECORD, outputs=(RECORD,)))
     assert "score held-out-dense" not in names(ahead(job))
 
 
@@ -302,7 +299,7 @@ def test_each_evaluated_model_starts_workers(dense: bool) -> None:
     perplexity = {"perplexity": {"text": {"files": ["t"]}, "window": 16, "dense": dense}}
     job = job_of(RANKED, evaluated=True, evaluation=perplexity)
     flops = 4 * 16 * scoring_flops(job.inputs.geometry, 16)
-    each = [("start", WORKERS_SECONDS), ("evaluate", evaluate_seconds(flops, NOMINAL_CPU, 2))]
+    each = [("start", WORKERS_SECONDS), ("evaluate", flops / NOMINAL_CPU.single / 2)]
     last = [(phase.phase, phase.seconds) for phase in ahead(job)[-4:]]
     assert last[2:] == each
     assert (last == 2 * each) == dense
@@ -327,7 +324,7 @@ def test_a_healing_passes_the_teacher_trains_and_scores_again() -> None:
     assert names(ahead(job_of(RANKED, heal={}, held_out=False)))[-3:] == ["score teacher", "heal", "assemble"]
     more.tokens = torch.zeros(32, 32, dtype=torch.int64)
     assert of(more, "heal").seconds > of(job, "heal").seconds > WORKERS_SECONDS
-    job.ledger.commit(TEACHER, TeacherEntry(of=SHA, tokens=ARRAY, rows=(ARRAY,), outputs=(ARRAY,)))
+    job.ledger.commit(TEACHER, TeacherEntry(of=SHA, tokens=RECORD, rows=(RECORD,), outputs=(RECORD,)))
     assert names(ahead(job))[-4:] == ["score held-out", "heal", "score held-out", "assemble"]
     job.ledger.commit(HEALED, HealedEntry(of=SHA, base=(), layers={}, trained=(), figures={}))
     assert names(ahead(job))[-2:] == ["score held-out", "assemble"]

@@ -58,7 +58,7 @@ def chosen(needs: dict[str, int | None], memory: int, large_cache: bool = False)
             raise InputError(f"{recipe.label}: impossible")
         if in_hardly_any or needed > memory:
             cache = 2 * needed if large_cache else 0
-            raise DoesNotFitError(ServingMemory(fit_for("transformers"), cache, 0, -cache, 1.0, "measured"), needed)
+            raise DoesNotFitError(ServingMemory(fit_for("transformers", "cpu"), cache, 0, -cache), needed)
         return cast(Inputs, None)
 
     choice = choose_recipe(recipes(fit_for("transformers"), 16, rounds=True, corrected=True, mixture=False), inputs_of)

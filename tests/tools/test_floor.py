@@ -57,7 +57,7 @@ def test_operations_by_hand() -> None:
 @pytest.mark.parametrize("propagate", ["dense", "compressed"])
 def test_no_more_than_the_plan_counts(propagate: str) -> None:
     geometry, counted = llama(intermediate_size=160), job(propagate)
-    work = layer_work(PlannedJob.of(counted, geometry), 2, keep=KEEP)
+    work = layer_work(PlannedJob.of(counted, geometry), KEEP)
     phase = "walk" if propagate == "compressed" else "statistics"
     forward = 6 * work.forward_flops if propagate == "dense" else 6 * (work.statistics_flops + work.packed_flops)
     assert flops(counted, geometry, torch.bfloat16)[phase] <= forward

@@ -36,23 +36,9 @@ from tools.simulator.pool import ClockPool, Failure, Worker
 from tools.simulator.simulator import Simulated, simulate
 
 RATES = Rates(
-    products=100,
-    backward=100,
-    moments=100,
-    single=50,
-    double=10,
-    factors=10,
-    eigen=10,
-    memory=1e9,
-    link=50,
-    network=20,
-    disk=1000,
-    digest=1e9,
-    step_s=0.5,
-    column_s=0.1,
-    commit_s=0.0,
-    workers_per_node=2,
-)
+    products=100, backward=100, moments=100, single=50, double=10, factors=10, eigen=10, memory=1e9, link=50,
+    network=20, disk=1000, digest=1e9, step_s=0.5, column_s=0.1, commit_s=0.0, workers_per_node=2,
+)  # fmt: skip
 WORK = LayerWork(
     weight_bytes=100, decoded_bytes=100, largest_bytes=60, written_bytes=80, hidden_bytes=0, forward_flops=800,
     statistics_flops=400,
@@ -181,7 +167,7 @@ def test_units_of_a_dead_worker_are_done_again_and_its_sums_are_gone() -> None:
 def test_a_dense_job_by_hand() -> None:
     """Of each layer, what the next one does not hide: of giving away (200 / 50), adding (200 * 3 / 2 / 50) and storing
     (0.2) the last one's. They are added by the thread that still stores those before."""
-    passes = PlannedPasses(layers=2, shards=4, workers=2, importance=0, compressed=False)
+    passes = PlannedPasses(layers=2, shards=4, workers=2)
     prices = Prices(WORK, RATES, passes)
     assert (prices.collect_seconds(200), prices.add_seconds(200)) == pytest.approx((4.0, 6.0))
     found = simulated(passes)
@@ -198,7 +184,7 @@ def test_a_pass_in_which_layers_are_solved_by_hand() -> None:
     """Of two layers at a time first the long solves, then the short ones: between two layers of the pass."""
     rates = replace(RATES, link=1e9, network=1e9)
     layers, passing, solving = 6, (8 + 4) / 2, 4 + 1
-    kept = PlannedPasses(layers, shards=4, workers=2, importance=0, compressed=False, in_pass=True)
+    kept = PlannedPasses(layers, shards=4, workers=2, in_pass=True)
     stored, dropped = (simulated(passes, rates=rates) for passes in (kept, replace(kept, keep_statistics=False)))
     # The last two are written one after the other.
     seconds = 0.1 + layers * (passing + solving / 2) + 2 * 0.08
@@ -235,7 +221,7 @@ def test_a_layer_is_not_begun_before_one_of_those_before_it_is_stored() -> None:
     slow = replace(RATES, disk=10, link=1e9, memory=1e12, workers_per_node=8)
     work = replace(WORK, weight_bytes=0, written_bytes=0, solves=(Work(0),) * 2)
     for workers, ahead in ((1, 1), (2, 1), (4, 2)):
-        passes = PlannedPasses(4, 8, workers, 0, False, cached=True)
+        passes = PlannedPasses(4, 8, workers, cached=True)
         found, passing = simulated(passes, work, slow), 12.0 / workers
         ends = [passing + 20.0]
         for layer in range(1, 4):
@@ -246,7 +232,7 @@ def test_a_layer_is_not_begun_before_one_of_those_before_it_is_stored() -> None:
 
 def test_sums_cross_the_link_on_each_node_and_the_network_once() -> None:
     """Four workers on two nodes, 200 bytes: 3/2 of a sum in and out on a node, 3/4 across, half of one comes over."""
-    passes = PlannedPasses(layers=2, shards=4, workers=4, importance=0, compressed=False)
+    passes = PlannedPasses(layers=2, shards=4, workers=4)
     assert Prices(WORK, RATES, passes).add_seconds(200) == pytest.approx(200 * (3 / 2 + 3 / 4) / 50 + 100 / 20)
     on_cpu = replace(RATES, memory=50)
     assert Prices(WORK, on_cpu, passes).add_seconds(200) == pytest.approx(200 * 3 * (1 / 2 + 1 / 4) / 50 + 100 / 20)
@@ -292,11 +278,11 @@ def test_a_job_ends_whoever_fails_and_when(workers: int, compressed: bool) -> No
 
 
 def test_the_closed_form_of_small_jobs() -> None:
-    in_pass = PlannedPasses(9, 4, 2, 0, False, in_pass=True)
+    in_pass = PlannedPasses(9, 4, 2, in_pass=True)
     for passes in (
         in_pass,
         replace(in_pass, keep_statistics=False),
-        PlannedPasses(9, 4, 2, 0, False),
+        PlannedPasses(9, 4, 2),
         PlannedPasses(9, 4, 2, 4, True),
         PlannedPasses(9, 4, 2, 2, True),
     ):
@@ -313,9 +299,9 @@ def test_the_closed_form_waits_where_hidden_states_are_committed(
     a dense pass then waits until its sums are stored."""
     work, rates = replace(WORK, hidden_bytes=hidden_bytes), replace(RATES, commit_s=0.5, link=link)
     for passes, most in (
-        (PlannedPasses(9, 4, 2, 0, False, in_pass=True, every=every), 0.83),
-        (PlannedPasses(9, 4, 1, 0, False, every=every), 0.91),
-        (PlannedPasses(9, 4, 2, 0, False, every=every), 0.76),
+        (PlannedPasses(9, 4, 2, in_pass=True, every=every), 0.83),
+        (PlannedPasses(9, 4, 1, every=every), 0.91),
+        (PlannedPasses(9, 4, 2, every=every), 0.76),
         (PlannedPasses(9, 4, 2, 4, True, every=every), 0.98),
         (PlannedPasses(9, 4, 2, 2, True, every=every), 0.98),
     ):
@@ -371,7 +357,7 @@ def test_workers_without_a_layer_share_its_long_curve() -> None:
     work = replace(WORK, curves=(Work(140, pieces=8, shared=begun),))
     seconds = {}
     for workers in (2, 8):
-        passes = PlannedPasses(layers=2, shards=1, workers=workers, importance=0, compressed=False, cached=True)
+        passes = PlannedPasses(layers=2, shards=1, workers=workers, cached=True)
         seconds[workers] = simulate(loss_job(passes, work), Prices(work, RATES, passes)).phases["curves"]
     reading = 200 / 50
     assert seconds == pytest.approx({2: reading + 14.0, 8: reading + 2.0 + reading + 3.0})
@@ -394,7 +380,7 @@ def test_what_workers_pass_on_by_hand() -> None:
     workers three; nothing grows with the shards."""
 
     def held(workers: int, compressed: bool, in_pass: bool = False, **changes: Any) -> int:
-        passes = PlannedPasses(8, shards=8, workers=workers, importance=0, compressed=compressed, gradient_shards=3)
+        passes = PlannedPasses(8, shards=8, workers=workers, compressed=compressed, gradient_shards=3)
         passes = replace(passes, in_pass=in_pass)
         return object_store_bytes(Prices(replace(WORK, **changes), RATES, passes))
 
@@ -419,7 +405,7 @@ def test_what_workers_pass_on_by_hand() -> None:
 
 def test_a_pass_waits_for_samples_and_for_the_inputs_of_gradient_samples() -> None:
     """Of each of three layers 2 s to write all samples, and 0.5 to write a worker's half of the inputs."""
-    passes = PlannedPasses(layers=3, shards=4, workers=2, importance=0, compressed=False, gradient_shards=4)
+    passes = PlannedPasses(layers=3, shards=4, workers=2, gradient_shards=4)
     rates = replace(RATES, link=1e9, network=1e9)
     more = replace(WORK, sample_bytes=2000, gradient_input_bytes=1000)
     plan = [
@@ -437,7 +423,7 @@ def test_a_pass_waits_for_samples_and_for_the_inputs_of_gradient_samples() -> No
 
 def test_pairs_leave_each_worker_once() -> None:
     """Of a layer, 100 bytes of all pairs, at 50 a second: out, three halves in and out again to be added, and in."""
-    passes = PlannedPasses(layers=3, shards=4, workers=2, importance=0, compressed=False, cached=True)
+    passes = PlannedPasses(layers=3, shards=4, workers=2, cached=True)
     work = replace(WORK, correction_flops=500.0, grid_flops=0.0)
     pairs = replace(work, pair_bytes=(30, 70), pair_added_bytes=200.0)
     prices = Prices(pairs, RATES, passes)
@@ -457,21 +443,14 @@ def test_pairs_leave_each_worker_once() -> None:
 
 def test_a_sample_has_no_more_tokens_than_there_are() -> None:
     """Of a small job's few tokens, not of the 65,536 that a sample has where there are as many."""
-    entry = {"method": "loss_aware"}
-    found = {}
-    for samples in (4, 256):
-        given = {
-            "text": {"files": ["t"]},
-            "samples": samples,
-            "sequence_length": 256,
-            "shards": 4,
-            "propagate": "dense",
-        }
-        job, small = manifest(keep=0.8, calibration=given, methods=[entry]), llama("gqa")
-        work = layer_work(PlannedJob.of(job, small), 2)
-        found[samples] = sum(solve.sampled for solve in work.solves)
-    assert found[256] == pytest.approx(64 * found[4])
-    assert found[4] > 0
+
+    def sampled(samples: int) -> float:
+        cut = {"text": {"files": ["t"]}, "samples": samples, "sequence_length": 256, "shards": 4, "propagate": "dense"}
+        job = manifest({"method": "loss_aware"}, keep=0.8, calibration=cut)
+        return sum(solve.sampled for solve in layer_work(PlannedJob.of(job, llama())).solves)
+
+    assert sampled(256) == pytest.approx(64 * sampled(4))
+    assert sampled(4) > 0
 
 
 def test_gpus_by_name() -> None:

@@ -42,7 +42,7 @@ from pipeline.units.sums import ChooseGrids, Collect
 from pipeline.units.units import Forward, Solve, Unit, Write
 from tools.benchmarks.jobs import end_on_sigterm, manifest_of, print_table
 from tools.benchmarks.random_models import write_llama
-from tools.simulate import ITEMSIZE, LENGTH, LLAMA, SHARDS
+from tools.simulate import LENGTH, LLAMA, SHARDS
 from workers.device_settings import configure_device
 from workers.in_process_pool import InProcessPool
 
@@ -173,7 +173,7 @@ def _prices(manifest: Mapping[str, Any], base: Path, rates: Rates) -> Prices:
     calibration = short.calibration.model_copy(update={"samples": SHARDS, "shards": SHARDS})
     whole = short.model_copy(update={"calibration": calibration})
     geometry = geometry_of(standard_config(json.loads((base / "model/config.json").read_text())))
-    prices = prices_of(PlannedJob.of(whole, geometry), ITEMSIZE, rates, KEEP)
+    prices = prices_of(PlannedJob.of(whole, geometry), rates, KEEP)
     return replace(prices, passes=replace(prices.passes, every=0))
 
 

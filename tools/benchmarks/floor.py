@@ -30,7 +30,6 @@ from pipeline.cost_model.work import COMPARED_TOKENS
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.units.sharding import held_out_windows, shard_range
-from tools.simulate import ITEMSIZE
 
 SECONDS = 0.3  # each bare product is repeated for this long
 PANEL = 64  # channels that one product of an elimination removes
@@ -200,7 +199,7 @@ def written_bytes(manifest: Manifest, geometry: Geometry) -> dict[str, float]:
     assert manifest.calibration is not None
     assert manifest.budget is not None
     layer, layers = geometry.layers[0], geometry.num_layers
-    written = layers * layer.numbers() * ITEMSIZE * (manifest.budget.keep or 1.0)
+    written = layers * layer.numbers() * layer.bits // 8 * (manifest.budget.keep or 1.0)
     if manifest.calibration.propagate == "compressed":
         return {"walk": written}
     inner, width = layer.mlps[0].width, layer.attention.head_dim

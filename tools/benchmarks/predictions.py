@@ -32,7 +32,7 @@ from pipeline.families.registry import geometry_of, standard_config
 from tools.benchmarks.floor import floor_of
 from tools.benchmarks.jobs import ROOT, end_on_sigterm, environment, manifest_of, print_table, run_manifest
 from tools.benchmarks.random_models import write_llama
-from tools.simulate import ITEMSIZE, job_of
+from tools.simulate import job_of
 from tools.simulator.simulator import simulate
 
 JOBS = {  # propagate, method, layers
@@ -89,7 +89,7 @@ def compared(folder: Path, job: str, workers: int, samples: int) -> list[list[ob
     manifest = parse_manifest(document)
     geometry = geometry_of(standard_config(json.loads((folder.parent / "model/config.json").read_text())))
     share = plan["expected_numbers"] / plan["dense_numbers"]
-    prices = prices_of(PlannedJob.of(manifest, geometry), ITEMSIZE, Rates(**plan["rates"]), share)
+    prices = prices_of(PlannedJob.of(manifest, geometry), Rates(**plan["rates"]), share)
     clock = simulate(job_of(manifest, geometry, layers_per_commit(prices)), prices)
     floors = floor_of(manifest, geometry, workers, folder.parent) if JOBS[job][1] == "flat_llm" else {}
     seconds = run_manifest(document, folder)["seconds"]

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from manifests.records import ArrayRecord, Curve, FormSpec, GradientRecord, RefinedFigures, StagedRecord
 from pipeline.cost_model.prices import Prices
+from pipeline.cost_model.rates import BACK
 from pipeline.cost_model.solve_work import solve_seconds
-from pipeline.cost_model.work import BACK
 from pipeline.driver.job_spec import Job
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.work import Work
@@ -66,7 +66,6 @@ TRAINED = RefinedFigures(
 )  # fmt: skip
 
 
-@dataclass
 class Estimates:
     """Returns the course of any unit of a job, by its class.
 
@@ -75,11 +74,11 @@ class Estimates:
         reads: the reads of layers that have begun, by what reads them, the layer, and the node; -1: by all nodes.
     """
 
-    clock: Clock
-    job: Job
-    prices: Prices
-    busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    reads: dict[tuple[str, int, int], Transfer] = field(default_factory=dict)
+    def __init__(self, clock: Clock, job: Job, prices: Prices) -> None:
+        self.clock, self.job, self.prices = clock, job, prices
+        self.work, self.rates, self.passes = prices.work, prices.rates, prices.passes
+        self.busy: dict[str, float] = defaultdict(float)
+        self.reads: dict[tuple[str, int, int], Transfer] = {}
 
     def __call__(self, unit: Unit, worker: Worker) -> Course[Any]:
         """Return the course of a unit on a worker. Raises AttributeError for units that no simulated job has."""
@@ -90,16 +89,19 @@ class Estimates:
         yield seconds
         self.busy[kind] += seconds
 
+    def _disk(self, worker: Worker, seconds: float, pieces: int = 1) -> Transfer:
+        return self.clock.transfer(f"disk {worker.node}", seconds, pieces)
+
     # -- passes of shards --------------------------------------------------------------------------------------------
 
     def _forward(self, unit: Forward, worker: Worker) -> Course[ShardDone]:
-        work, prices, shards = self.prices.work, self.prices, self.job.shards
+        work, prices, shards = self.work, self.prices, self.job.shards
         if unit.staged is not None or (unit.lineage == "compressed" and not unit.moments):
             kind, seconds = "propagate", prices.forward_seconds(packed=unit.staged is not None)
         elif unit.moments:
             kind, seconds = "statistics", prices.statistics_seconds()
         else:
-            cosines = unit.cosine * work.cosine_bytes / prices.rates.memory / max(1, len(self.job.importance_shards))
+            cosines = unit.cosine * work.cosine_bytes / self.rates.memory / max(1, len(self.job.importance_shards))
             kind, seconds = "importance", prices.forward_seconds() + cosines * shards
         inputs = unit.keep_inputs * work.gradient_input_bytes / max(1, len(self.job.gradient_shards))
         stored = unit.store * work.hidden_bytes / shards + inputs
@@ -115,18 +117,18 @@ class Estimates:
         A correction passes each layer to each of its points, and to the next layer. A layer that is trained together
         with others is passed once, others to their targets and to the next layer.
         """
-        if self.prices.work.correction_flops and not unit.targets:
+        if self.work.correction_flops and not unit.targets:
             steps = 1 + len(self._corrected_steps(unit.layer))
             kind, seconds = "correct", self.prices.correction_seconds() / steps
         else:
-            kind, work = "refine", self.prices.work.refinement
-            seconds = work.passes / self.prices.rates.products / (1 if work.independent else 2)
-        stored = unit.store * 2 * self.prices.work.hidden_bytes / self.job.shards
+            kind, training = "refine", self.work.refinement
+            seconds = training.passing_flops / self.rates.products / (1 if training.independent else 2)
+        stored = unit.store * 2 * self.work.hidden_bytes / self.job.shards
         return (yield from self._pass(unit, worker, kind, seconds / self.job.shards, stored))
 
     def _backward(self, unit: Backward, worker: Worker) -> Course[ShardDone]:
         seconds = self.prices.gradient_seconds() / len(self.job.gradient_shards)
-        stored = unit.store * self.prices.work.gradient_input_bytes / len(self.job.gradient_shards)
+        stored = unit.store * self.work.gradient_input_bytes / len(self.job.gradient_shards)
         parts = len(self.job.parts(unit.layer, ())) * (BACK if unit.forth else 1)
         return (yield from self._pass(unit, worker, "gradient", seconds / parts, stored))
 
@@ -140,8 +142,8 @@ class Estimates:
         if unit.sums is not None:
             worker.sums.setdefault(unit.sums.name, []).append(unit.shard)
         if stored_bytes:
-            yield self.prices.rates.commit_s
-            yield self.clock.transfer(f"disk {worker.node}", stored_bytes / self.prices.rates.disk)
+            yield self.rates.commit_s
+            yield self._disk(worker, stored_bytes / self.rates.disk)
         if isinstance(unit, Backward):
             worker.hidden[_shard(unit)] = unit.layer + (not unit.emit)
         else:
@@ -171,18 +173,18 @@ class Estimates:
         if shared and key not in self.reads:
             self.reads[key] = self.clock.transfer("network", self.prices.pass_on_seconds())
         first = unit.lineage in ("dense", "compressed")
-        cached = self.prices.passes.source_cached(self.prices.rates) if first else self.prices.passes.cached
-        return self._read(key, self.prices.work.weight_bytes, cached)
+        cached = self.prices.source_cached if first else self.passes.cached
+        return self._read(key, self.work.weight_bytes, cached)
 
     def _read(self, key: tuple[str, int, int], size: float, cached: bool) -> Transfer:
         """Return the read of a layer, from memory if it is cached. Start it if it has not begun."""
         if key not in self.reads:
-            place, rate = ("memory", self.prices.rates.link) if cached else ("disk", self.prices.rates.disk)
+            place, rate = ("memory", self.rates.link) if cached else ("disk", self.rates.disk)
             self.reads[key] = self.clock.transfer(f"{place} {key[-1]}", size / rate)
         return self.reads[key]
 
     def _readlayer(self, unit: ReadLayer, worker: Worker) -> Course[ReadDone]:
-        yield self.clock.transfer(f"disk {worker.node}", self.prices.read_seconds())
+        yield self._disk(worker, self.prices.read_seconds())
         return ReadDone(HANDLE)
 
     # -- sums --------------------------------------------------------------------------------------------------------
@@ -213,35 +215,32 @@ class Estimates:
     def _add(self, unit: Add, worker: Worker) -> Course[AddDone]:
         """Add a part of a moment on a worker's device, which each sum enters and one leaves. Sums of other nodes come
         over the network first."""
-        size = self._bytes(unit.lineage, unit.layer, (unit.moment,)) / self.prices.passes.workers
-        if self.prices.passes.nodes(self.prices.rates) > 1 and not unit.node:
+        size = self._bytes(unit.lineage, unit.layer, (unit.moment,)) / self.passes.workers
+        if self.prices.nodes > 1 and not unit.node:
             yield self.clock.transfer("network", self.prices.cross_seconds(size))
-        yield self.prices.adding_seconds(size, len(unit.partials))
+        yield self.prices.device_add_seconds(size, len(unit.partials))
         return AddDone(HANDLE)
 
     def _total(self, unit: Total, worker: Worker) -> Course[ArrayRecord]:
         seconds = self.prices.store_seconds(self._bytes(unit.lineage, unit.layer, (unit.moment,)))
-        yield self.clock.transfer(f"disk {worker.node}", seconds, PIECES)
+        yield self._disk(worker, seconds, PIECES)
         return GRADIENTS if unit.moment.kind == "gradient" else RECORD
 
     def _reduce(self, unit: Reduce, worker: Worker) -> Course[ArrayRecord]:
         samples = sum(moment.kind == "sample" for moment in self.job.layer_moments(unit.layer))
-        yield self.clock.transfer(
-            f"disk {worker.node}", self.prices.work.sample_bytes / samples / self.prices.rates.disk
-        )
+        yield self._disk(worker, self.work.sample_bytes / samples / self.rates.disk)
         return RECORD
 
     def _bytes(self, lineage: str, layer: int, moments: Sequence[Moment]) -> float:
         """Return the size of the sums of some moments of a layer."""
         if lineage == "paired":
-            step, pairs = next(
-                (step, pairs) for step, pairs in enumerate(self._corrected_steps(layer)) if moments[0] in pairs
-            )
-            return self.prices.work.pair_bytes[step] * len(moments) / len(pairs)
+            steps = zip(self._corrected_steps(layer), self.work.pair_bytes, strict=False)
+            pairs, size = next((pairs, size) for pairs, size in steps if moments[0] in pairs)
+            return size * len(moments) / len(pairs)
         if lineage == "gradient":
-            return self.prices.work.gradient_bytes * len(moments) / len(self.job.layer_gradients(layer))
+            return self.work.gradient_bytes * len(moments) / len(self.job.layer_gradients(layer))
         summed = sum(moment.kind in SUMMED for moment in self.job.layer_moments(layer))
-        return self.prices.work.moment_bytes * len(moments) / summed
+        return self.work.moment_bytes * len(moments) / summed
 
     def _corrected_steps(self, layer: int) -> list[set[Moment]]:
         """Return the pairs that each step of a layer's correction sums."""
@@ -256,43 +255,45 @@ class Estimates:
         return {}
 
     def _begincurve(self, unit: BeginCurve, worker: Worker) -> Course[Any]:
-        yield from self._curve(worker, solve_seconds(self._shared(unit.task), self.prices.rates))
+        yield from self._curve(worker, solve_seconds(self._shared(unit.task), self.rates))
         return HANDLE
 
     def _curvepieces(self, unit: CurvePieces, worker: Worker) -> Course[list[Any]]:
-        curve, rates = self._of_task(self.prices.work.curves, unit.task, self.job.predicts), self.prices.rates
-        seconds = solve_seconds(curve, rates) - solve_seconds(self._shared(unit.task), rates)
+        curve = self._curve_work(unit.task)
+        seconds = solve_seconds(curve, self.rates) - solve_seconds(self._shared(unit.task), self.rates)
         seconds *= len(unit.numbers) / unit.task.pieces
-        yield from self._curve(worker, seconds + curve.repeated / rates.double)
+        yield from self._curve(worker, seconds + curve.repeated / self.rates.double)
         return [HANDLE] * len(unit.numbers)
 
     def _predict(self, unit: Predict, worker: Worker) -> Course[Curve]:
         if not unit.pieces:
-            curve = self._of_task(self.prices.work.curves, unit.task, self.job.predicts)
-            yield from self._curve(worker, solve_seconds(curve, self.prices.rates))
+            yield from self._curve(worker, solve_seconds(self._curve_work(unit.task), self.rates))
         return CURVE
 
     def _curve(self, worker: Worker, seconds: float) -> Course[None]:
         """Read the moments of a group, and compute its curve or a part of it."""
-        place, rate = (
-            ("link of", self.prices.rates.link) if self.prices.passes.cached else ("disk", self.prices.rates.disk)
-        )
-        at = worker.name if self.prices.passes.cached else worker.node
-        yield self.clock.transfer(f"{place} {at}", self.prices.work.moment_bytes / len(self.prices.work.curves) / rate)
+        size = self.work.moment_bytes / len(self.work.curves)
+        if self.passes.cached:
+            yield self.clock.transfer(f"link of {worker.name}", size / self.rates.link)
+        else:
+            yield self._disk(worker, size / self.rates.disk)
         yield from self._compute("curves", seconds)
 
+    def _curve_work(self, task: Task) -> Work:
+        return self._of_task(self.work.curves, task, self.job.predicts)
+
     def _shared(self, task: Task) -> Work:
-        shared = self._of_task(self.prices.work.curves, task, self.job.predicts).shared
+        shared = self._curve_work(task).shared
         assert shared is not None, "a curve in pieces has a common part"
         return shared
 
     def _solve(self, unit: Solve, worker: Worker) -> Course[SolveDone]:
-        solve = self._of_task(self.prices.work.solves, unit.task, self.job.tasks)
-        seconds = solve_seconds(solve, self.prices.rates) / max(1, len(unit.task.corrections))
+        solve = self._of_task(self.work.solves, unit.task, self.job.tasks)
+        seconds = solve_seconds(solve, self.rates) / max(1, len(unit.task.corrections))
         if unit.task.moments:
             seconds += self.prices.moment_wait_seconds()
         pairs = [moment for moment in unit.statistics if moment.kind == "pair"]
-        seconds += sum(self._bytes("paired", unit.task.layer, (pair,)) for pair in pairs) / self.prices.rates.link
+        seconds += sum(self._bytes("paired", unit.task.layer, (pair,)) for pair in pairs) / self.rates.link
         yield from self._compute("solve", seconds)
         return SolveDone(HANDLE, {unit.task.name: FormSpec(form="dense", rank=1)}, {})
 
@@ -302,34 +303,29 @@ class Estimates:
         return works[names.index(task.name) % len(works)]
 
     def _refine(self, unit: Refine, worker: Worker) -> Course[RefineDone]:
-        yield from self._compute(
-            "refine", self.prices.work.refinement.training_seconds(self.prices.rates, self.prices.passes.cached)
-        )
+        yield from self._compute("refine", self.prices.training_seconds())
         return RefineDone(tuple(SolveDone(HANDLE, group.forms, group.report) for group in unit.groups), TRAINED)
 
     def _write(self, unit: Write, worker: Worker) -> Course[StagedRecord]:
-        yield self.clock.transfer(f"disk {worker.node}", self.prices.write_seconds())
+        yield self._disk(worker, self.prices.write_seconds())
         path = f"staged/layer-{unit.layer:05d}.{0:032x}.safetensors"
         return StagedRecord(path=path, size=1, sha256="0" * 64, tensors={})
 
     # -- scores ------------------------------------------------------------------------------------------------------
 
     def _windowforward(self, unit: WindowForward, worker: Worker) -> Course[ShardDone]:
-        size, cached = (
-            self.prices.work.weight_bytes if unit.staged is None else self.prices.work.written_bytes,
-            self.prices.passes.cached,
-        )
-        yield self._read((unit.model, unit.layer, worker.node), size, cached)
+        size = self.work.weight_bytes if unit.staged is None else self.work.written_bytes
+        yield self._read((unit.model, unit.layer, worker.node), size, self.passes.cached)
         if unit.ahead is not None:
-            self._read((unit.model, unit.ahead, worker.node), size, cached)
+            self._read((unit.model, unit.ahead, worker.node), size, self.passes.cached)
         yield from self._compute("held-out", self._window_seconds(unit) + self._replay_seconds(unit, worker))
         if unit.store:
-            yield self.prices.rates.commit_s
+            yield self.rates.commit_s
         worker.hidden[_shard(unit)] = unit.layer + self._is_last_part(unit)
         return ShardDone({}, None, RECORD if unit.store else None, 1)
 
     def _window_seconds(self, unit: WindowForward) -> float:
-        flops = self.prices.work.held_out_flops[unit.staged is not None]
+        flops = self.work.held_out_flops[unit.staged is not None]
         parts = len(self.job.parts(unit.layer, (), unit.staged))
         return self.prices.held_out_seconds(flops) / unit.windows.shards / parts
 

@@ -39,7 +39,7 @@ class Worker:
         shards: the shards that the pool gives it.
         running: the units of each of its threads, the first of which runs.
         sums: pass -> the shards in its sums.
-        refused: the state of the pool and of the worker in which no unit was for it.
+        refused: the state of the pool and of the worker at its last refusal, by thread.
         hidden: shard, and model or direction -> the layer whose inputs, or the gradients at them, it holds.
     """
 
@@ -85,7 +85,7 @@ class ClockPool:
         self.members = [Worker(f"worker-{slot}", slot // workers_per_node) for slot in range(workers)]
         self.begun: set[str] = set()
         self.done_again = 0
-        self.offers = 0  # counts what may give a worker a unit that it was refused
+        self.offers = 0  # grows whenever a refused worker may get a unit
         for failure in failures:
             clock.after(failure.at - clock.now, partial(self._die, failure))
 

@@ -13,7 +13,8 @@ from typing import Any
 from manifests.entries import GroupReport, LayerEntry
 from manifests.records import ArrayRecord, E, LedgerKey, StagedLayer, StagedRecord
 from pipeline.cost_model.passes import PlannedPasses
-from pipeline.cost_model.prices import DIGEST_THREADS, START_SECONDS, Prices
+from pipeline.cost_model.prices import START_SECONDS, Prices
+from pipeline.cost_model.rates import DIGEST_THREADS
 from pipeline.driver.comparing import compare_layers
 from pipeline.driver.driver import Driver
 from pipeline.driver.job_spec import Job, LayersEntered
@@ -30,8 +31,14 @@ from tools.simulator.pool import ClockPool, Failure
 
 @dataclass(frozen=True)
 class Simulated:
-    """The result: total seconds, those before the first unit, those of each phase of the driver, busy seconds of
-    workers by kind of work and of places, and the number of units that were done again."""
+    """The result of a simulation.
+
+    Attributes:
+        start: the seconds before the first unit.
+        phases: the seconds of each phase of the driver.
+        busy: the workers' seconds by kind of work; `transfers`: the seconds of places, such as disks.
+        done_again: the number of units that were done again.
+    """
 
     seconds: float
     start: float
