@@ -147,7 +147,7 @@ class JobWorkers:
 
     def prepare(self, job: JobContext, work: Job | None = None) -> None:
         """Enter everything that ranks depend on. `work`: a part of the job."""
-        self.driver(job, work).prepare()
+        self.driver(job, work).run(until_ranks=True)
 
     def compress(self, job: JobContext, *, compared: bool = True, scoring: Scoring[T] | None = None) -> T | None:
         """Stage every claimed layer and enter it in the ledger; a damaged staged layer is compressed again.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from manifests.errors import LostInputError
-from pipeline.driver.reduction import Reductions, _Group, _missing, _workers, _WorkerSums
+from pipeline.driver.reduction import _Group, _missing, _Reduction, _workers, _WorkerSums
 from pipeline.methods.method import Moment
 from pipeline.units.sums import Add, AddDone, CheckGrids, CheckGridsDone, Collect, CollectDone, Sums
 
@@ -49,7 +49,7 @@ def sums_of(worker: str, shards: Sequence[int], node: str = "n", pieces: int = 2
 def reductions(size: int = 2) -> Any:
     lost: list[LostInputError] = []
     session: Any = SimpleNamespace(pool=SimpleNamespace(size=size), repairs=SimpleNamespace(invalidate=lost.append))
-    return SimpleNamespace(run=Reductions(session), lost=lost)
+    return SimpleNamespace(run=_Reduction(session, store=True), lost=lost)
 
 
 def finish(coroutine: Generator[Any, Any, Any], answer: Callable[[Any], Any]) -> tuple[Any, list[Any]]:
