@@ -40,11 +40,10 @@ SumHandles = Mapping[Moment, tuple[Any, ...]]  # of the parts of each sum
 
 @dataclass(frozen=True)
 class _WorkerSums:
-    """The collected sums of one worker, in at most `cut` parts for each moment. `key`: the key of its `Collect`."""
+    """The collected sums of one worker. `key`: the key of its `Collect`."""
 
     key: str
     done: CollectDone
-    cut: int
 
     @property
     def worker(self) -> str:
@@ -143,22 +142,26 @@ def run_layer(
 
 
 class _Reduction:
-    """The reduction of the moments of one pass, from the sums of workers to records."""
+    """The reduction of the moments of one pass, from the sums of workers to records.
+
+    Attributes:
+        parts: the largest number of parts of each sum, which are added side by side.
+    """
 
     def __init__(self, session: Session, store: bool) -> None:
         self.session = session
         self.store = store
+        self.parts = max(1, session.pool.size)
 
     def run(
         self, units: Sequence[Summable], workers: Sequence[str], grids: Grids, groups: list[_Group]
     ) -> Coroutine[dict[str, ArrayRecord]]:
         """Collect, check, add and store the moments, and fill `groups`. Lost shards are run again once the main fiber
         waits."""
-        cut = max(1, self.session.pool.size)
-        collected = yield from self._collected_once(units, workers, cut)
+        collected = yield from self._collect(units, workers)
         if missing := _missing(units, collected):
             yield UNTIL_WANTED
-            collected += yield from self._rerun(missing, grids, collected[0].cut if collected else None)
+            collected += yield from self._sum_again(missing, grids)
         groups += yield from self._within_grids(units, grids, collected)
         del collected
         yield Reached(COLLECTED)
@@ -188,9 +191,8 @@ class _Reduction:
         groups = [_Group(units, kept, [each.without_diagonals() for each in collected])] if kept else []
         if wider:
             yield UNTIL_WANTED
-            units = _for_sums_only(units, wider)
-            done = yield units
-            groups += yield from self._within_grids(units, wider, (yield from self._collected(units, _workers(done))))
+            collected = yield from self._sum_again(units, wider)
+            groups += yield from self._within_grids(units, wider, collected)
         return groups
 
     def _finish(self, group: _Group) -> Coroutine[dict[str, ArrayRecord]]:
@@ -215,7 +217,7 @@ class _Reduction:
             nodes.setdefault(each.done.node, []).append(each)
         if len(nodes) > 1:
             added = yield from self._add_each(group, nodes)
-            collected = [_WorkerSums("", CollectDone(partials, {}, ()), 0) for partials in added.values()]
+            collected = [_WorkerSums("", CollectDone(partials, {}, ())) for partials in added.values()]
         else:
             collected = group.collected
         whole = yield from self._add_each(group, {"": collected})
@@ -260,42 +262,30 @@ class _Reduction:
             raise error
         self.session.repairs.invalidate(error)
         if missing := _missing(units, remaining):
-            remaining += yield from self._rerun(missing, grids, remaining[0].cut if remaining else None)
+            remaining += yield from self._sum_again(missing, grids)
         return remaining
 
-    def _rerun(self, units: Sequence[Summable], grids: Grids, cut: int | None) -> Coroutine[list[_WorkerSums]]:
-        """Run some shards again for their sums only, and collect these."""
-        units = _for_sums_only(units, grids)
-        done = yield units
-        collected: list[_WorkerSums] = yield from self._collected(units, _workers(done), cut)
+    def _sum_again(self, units: Sequence[Summable], grids: Grids) -> Coroutine[list[_WorkerSums]]:
+        """Run some shards again for their sums only, and collect these. Repeat it for the shards of lost workers."""
+        collected: list[_WorkerSums] = []
+        while units:
+            sums = _new_sums(grids)
+            units = [unit.for_sums_only(tuple(grids), sums) for unit in units]
+            done = yield units
+            collected += yield from self._collect(units, _workers(done))
+            units = _missing(units, collected)
         return collected
 
-    def _collected(
-        self, units: Sequence[Summable], workers: Sequence[str], cut: int | None = None
-    ) -> Coroutine[list[_WorkerSums]]:
-        """Collect the sums of these units. The shards of lost workers are run again."""
-        cut = max(1, self.session.pool.size) if cut is None else cut
-        assert units[0].sums is not None
-        grids, collected = units[0].sums.grids, list[_WorkerSums]()
-        while True:
-            collected += yield from self._collected_once(units, workers, cut)
-            if not (missing := _missing(units, collected)):
-                return collected
-            units = _for_sums_only(missing, grids)
-            workers = _workers((yield units))
-
-    def _collected_once(
-        self, units: Sequence[Summable], workers: Sequence[str], cut: int
-    ) -> Coroutine[list[_WorkerSums]]:
+    def _collect(self, units: Sequence[Summable], workers: Sequence[str]) -> Coroutine[list[_WorkerSums]]:
         """Collect the sums of the workers that still exist."""
         first, sums = units[0], units[0].sums
         assert sums is not None
         collects = [
-            Collect(first.lineage, first.layer, worker, sums.name, tuple(sums.grids), cut, first.part)
+            Collect(first.lineage, first.layer, worker, sums.name, tuple(sums.grids), self.parts, first.part)
             for worker in workers
         ]
         results = zip(collects, (yield collects), strict=True)
-        return [_WorkerSums(unit.key, done, cut) for unit, done in results if done is not None and done.shards]
+        return [_WorkerSums(unit.key, done) for unit, done in results if done is not None and done.shards]
 
 
 def _store_samples(
@@ -324,12 +314,6 @@ def _chosen(choosing: Sequence[ChooseGrids]) -> Coroutine[Grids]:
 def _new_sums(grids: Grids) -> Sums:
     """Return sums with a unique name: workers may still hold the sums of an abandoned pass."""
     return Sums(f"pass-{uuid.uuid4().hex}", grids)
-
-
-def _for_sums_only(units: Sequence[Summable], grids: Grids) -> list[Summable]:
-    """Return units for the same shards in a new pass, with only these moments."""
-    sums = _new_sums(grids)
-    return [unit.for_sums_only(tuple(grids), sums) for unit in units]
 
 
 def _workers(done: Sequence[ShardDone]) -> tuple[str, ...]:
