@@ -43,8 +43,7 @@ def run_job(
         from pipeline.job.output_scores import missing_scores, score_output
         from pipeline.job.run_record import recorded
         from pipeline.job.sizing import compress_to_budget
-        from pipeline.job.stages import finish, finished_summary, heartbeat, join_cluster, score_again
-        from pipeline.job.worker_session import assemble_output
+        from pipeline.job.stages import assemble_output, finish, finished_summary, heartbeat, join_cluster, score_again
 
     with open_job(manifest, fresh=fresh, stop=stop, quiet=quiet, in_process=in_process) as job:
         check_healing(job)

@@ -1,4 +1,4 @@
-"""The first and the last stages of a job: its cluster, its heartbeat, its summary."""
+"""The first and the last stages of a job: its cluster, its heartbeat; its OUTPUT, its summary."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 
 from manifests.entries import CompleteEntry
 from manifests.importing import quick_imports
+from pipeline.checkpoint.assembling import Assembler
 from pipeline.checkpoint.compression_record import SEAL, quick_faults
 from pipeline.checkpoint.listing import companion_faults
-from pipeline.console.signals import deferred_signals
+from pipeline.checkpoint.output_directory import claim_files, survey_output
+from pipeline.console.signals import deferred_signals, interrupt_on_signals
 from pipeline.cost_model.estimate import source_remarks
 from pipeline.driver.ledger_keys import COMPLETE, HELD_OUT_SCORE, REUSED, SAMPLES, TEXTS, TRIED_SIZE
 from pipeline.evaluation.losses import all_warnings
@@ -54,6 +56,24 @@ def finished_summary(job: JobContext) -> tuple[dict[str, Any] | None, list[str]]
     output, trusted = job.manifest.output, job.manifest.model.trust_remote_code
     faults = quick_faults(output, seal) or companion_faults(output, job.inputs.source.storage, trusted)
     return warned(summary), faults
+
+
+def assemble_output(job: JobContext) -> dict[str, Any]:
+    """Assemble OUTPUT, the index last. Return the compression record. Raises InputError when files of others have
+    appeared there."""
+
+    def guard() -> None:
+        """Raise LaminaError if the lock is lost or the source has changed."""
+        job.run_dir.lock.check()
+        job.watch.check_all()
+
+    interrupt_on_signals(job.stop)
+    job.observer.stage("assemble")
+    assembler = Assembler(job.inputs, job.ledger, job.run_dir.storage, job.source_files, guard)
+    replaceable = survey_output(assembler.output, job.ledger).replaceable()  # it may be hours since the job began
+    layers = [entry.staged for key in job.ledger.keys("layer/") if (entry := job.ledger.get(key))]
+    claim_files(job.ledger, assembler.output, assembler.names() | replaceable, layers)
+    return assembler.run(replaceable)
 
 
 def score_again(job: JobContext, summary: Mapping[str, Any]) -> dict[str, Any]:
