@@ -32,7 +32,7 @@ from pipeline.units.units import Pair, Refine, RefineDone, Solve, SolvedGroup, S
 
 SolvedByTask = dict[Task, tuple[Solve, SolveDone]]
 NO_PAIRS: Mapping[Task, Mapping[Moment, Summed]] = {}
-Drafts = tuple[str, ...]  # paths of a layer's drafts at its steps; see `Pair`
+DraftPaths = tuple[str, ...]  # of a layer at its steps; see `Pair.drafts`
 RefinementRecords = tuple[ArrayRecord, ...]  # the data that a layer is trained on, in shard order
 
 
@@ -64,7 +64,7 @@ class CorrectedWalk:
         self.session.observer.phase("correct", pending[-1] + 1 - base, passes * self.job.shards)
         for layer in range(base, pending[-1] + 1):
             targets: RefinementRecords = ()
-            paths: Drafts = ()
+            paths: DraftPaths = ()
             if layer in pending:
                 entry, targets, paths = yield from self._compress(layer, base)
                 self.session.commit_layer(layer, entry)
@@ -74,7 +74,7 @@ class CorrectedWalk:
             elif targets:
                 self.session.cleaner.drop_activations(targets)
 
-    def _compress(self, layer: int, base: int) -> Coroutine[tuple[LayerEntry, RefinementRecords, Drafts]]:
+    def _compress(self, layer: int, base: int) -> Coroutine[tuple[LayerEntry, RefinementRecords, DraftPaths]]:
         """Solve, train and write a layer. Return the entry to commit, the targets of its training, which the caller has
         to drop, and the paths of the drafts at its steps, none if it is trained."""
         tasks = self.job.layer_tasks(layer)
@@ -90,13 +90,13 @@ class CorrectedWalk:
         solved = [draft.solved[task] for task in self.job.layer_tasks(layer)]
         return layer_entry(layer, solved, draft.staged, draft.refined)
 
-    def _solve(self, layer: int, base: int) -> Coroutine[tuple[Draft, Drafts]]:
+    def _solve(self, layer: int, base: int) -> Coroutine[tuple[Draft, DraftPaths]]:
         """Solve a layer, step by step. Return its last draft, and the paths of the drafts at its steps; none if it is
         trained."""
         tasks = self.job.layer_tasks(layer)
         trains = any(task.refine for task in tasks)
         draft: Draft | None = None
-        paths: Drafts = ()
+        paths: DraftPaths = ()
         if uncorrected := [task for task in tasks if not task.corrections]:
             draft = yield from self._write_draft(layer, uncorrected)
         for step, points in enumerate(self.job.points[layer]):
@@ -106,7 +106,7 @@ class CorrectedWalk:
             if corrected:
                 moments = tuple(sorted(set(corrected.values())))
                 units = self._units(layer, base, step, staged, paths, moments=moments)
-                with self._damaged_as_lost(staged):
+                with damaged_as_lost(staged):
                     result = yield from run_layer(self.session, moments, units, store=False)
                     sums = yield from result.summed()
                 pairs = {task: {moment: sums[moment.key]} for task, moment in corrected.items()}
@@ -161,7 +161,7 @@ class CorrectedWalk:
             new = zip(tasks, (unit for unit, _ in groups), results[0].groups, strict=True)
             return draft.solved | {task: (unit, solution) for task, unit, solution in new}
 
-        with self._damaged_as_lost(draft.staged, *targets):
+        with damaged_as_lost(draft.staged, *targets):
             results: list[RefineDone] = yield [unit]
         (record,) = yield from self.session.build_on(
             results, [unit], lambda results: [write_unit(layer, [*joined(results).values()])]
@@ -179,15 +179,18 @@ class CorrectedWalk:
         layers = (staged_layer(self.session.journal, layer) for layer in range(self.job.num_layers))
         self.session.cleaner.retain_staged((*(staged for staged in layers if staged), *besides))
 
-    def _propagate(self, layer: int, base: int, targets: RefinementRecords, drafts: Drafts) -> Coroutine[int]:
+    def _propagate(self, layer: int, base: int, targets: RefinementRecords, paths: DraftPaths) -> Coroutine[int]:
         """Run all shards of both models through a layer, and commit the outputs at a boundary. Return the last layer
-        with committed inputs. `targets`: those of the layer's training, if it was just trained; they hold the dense
-        layer's outputs. `drafts`: those of the steps in which it was just corrected."""
+        with committed inputs.
+
+        `targets`: of the layer's training, if it was just trained; they hold the dense layer's outputs. `paths`: of the
+        drafts at the steps in which it was just corrected.
+        """
         staged, passes = staged_layer(self.session.journal, layer), len(self.job.points[layer])
         store = self.job.is_boundary(layer + 1)
-        units = self._units(layer, base, passes, staged, drafts, emit=True, store=store)
+        units = self._units(layer, base, passes, staged, paths, emit=True, store=store)
         units = [replace(unit, known=known) for unit, known in zip_longest(units, targets)]
-        with self._damaged_as_lost(*targets):
+        with damaged_as_lost(*targets):
             results = yield units
         if targets:
             self.session.cleaner.drop_activations(targets)
@@ -202,7 +205,7 @@ class CorrectedWalk:
         base: int,
         step: int,
         staged: StagedLayer | None,
-        drafts: Drafts = (),
+        paths: DraftPaths = (),
         *,
         moments: tuple[Moment, ...] = (),
         emit: bool = False,
@@ -225,21 +228,22 @@ class CorrectedWalk:
                 base_record=activations[shard] if activations else None,
                 replay=replay,
                 ahead=layer + 1 if emit else None,
-                drafts=drafts,
+                drafts=paths,
                 targets=targets,
             )
             for shard in range(self.job.shards)
         ]
 
-    @contextmanager
-    def _damaged_as_lost(self, *drafts: StagedLayer | ArrayRecord | None) -> Iterator[None]:
-        """Raise LostInputError for damaged data of drafts, which no ledger entry names: the layer is solved again."""
-        try:
-            yield
-        except CorruptError as error:
-            if any(draft is not None and error.path == draft.path for draft in drafts):
-                raise LostInputError(str(error)) from error
-            raise
+
+@contextmanager
+def damaged_as_lost(*drafts: StagedLayer | ArrayRecord | None) -> Iterator[None]:
+    """Raise LostInputError for damaged data of drafts, which no ledger entry names: the layer is solved again."""
+    try:
+        yield
+    except CorruptError as error:
+        if any(draft is not None and error.path == draft.path for draft in drafts):
+            raise LostInputError(str(error)) from error
+        raise
 
 
 def _draft(layer: int, record: StagedRecord, solved: SolvedByTask, refined: RefinedFigures | None = None) -> Draft:

@@ -84,7 +84,10 @@ class DenseWalk:
             else:
                 result = yield from self._pass_parts(parts, units, store)
             self._enter_pass(layer, result, moments, store)
-        yield from self._finish_all()
+        yield from self._solve_last()
+        yield from self._enter_written(solving=0, writing=0)
+        while self.storing:
+            yield from self._enter_stored()
 
     def _pass_parts(
         self, parts: Sequence[LayerPart], units: Callable[..., list[Forward]], store: bool
@@ -162,16 +165,13 @@ class DenseWalk:
         while len(self.storing) > (0 if layer == self.base else 1 + self.session.pool.size):
             yield from self._enter_stored()
 
-    def _finish_all(self) -> Coroutine[None]:
-        """Solve, write and enter all layers that the pass has summed."""
+    def _solve_last(self) -> Coroutine[None]:
+        """Start to solve the last layers of the pass."""
         while self.collecting:
             yield from self._collect_one()
         yield from self._solve()
         groups = self.queue.groups // max(1, len(self.queue.solving))
         self.session.observer.phase("compress", len(self.queue), max(1, groups))
-        yield from self._enter_written(solving=0, writing=0)
-        while self.storing:
-            yield from self._enter_stored()
 
     def _collect_one(self) -> Coroutine[None]:
         layer, result = self.collecting.popleft()

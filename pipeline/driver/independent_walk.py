@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from manifests.method_entry import MIXED_SHARE
 from manifests.records import StagedLayer
-from pipeline.driver.corrected_walk import CorrectedWalk, Draft, RefinementRecords
+from pipeline.driver.corrected_walk import CorrectedWalk, Draft, RefinementRecords, damaged_as_lost
 from pipeline.driver.forward_units import stored_outputs
 from pipeline.driver.job_spec import RanksOf, trains_mixed
 from pipeline.driver.scheduler import Coroutine
@@ -71,7 +71,7 @@ class IndependentWalk(CorrectedWalk):
         """Run all shards through a layer: of both models with `mixed`, else of the dense one."""
         units = self._units(layer, 0, 0, self.drafts.get(layer), emit=emit, targets=targets)
         replay, share = tuple(map(self.drafts.get, range(layer))), MIXED_SHARE if self.mixed else 1.0
-        with self._damaged_as_lost(*self.drafts.values()):
+        with damaged_as_lost(*self.drafts.values()):
             passed: list[ShardDone] = yield [replace(unit, replay=replay, share=share) for unit in units]
         return passed
 
