@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 from manifests.entries import ScoredEntry
@@ -130,23 +130,23 @@ class Scorer:
 
 
 def score_beside_dense(
-    scheduler: Scheduler,
-    scorer: Callable[[Callable[[], bool]], Scorer],
+    scorer: Scorer,
     windows: Windows,
     name: str,
     layers: Layers,
     dense: Outputs | Fiber[tuple[ArrayRecord, ...]],
 ) -> Coroutine[Scored]:
     """Score a model in the background. Several workers score it side by side with the dense one, a single worker
-    afterwards.
+    afterwards. Of two models that are scored side by side, only the dense one commits hidden states.
 
-    `scorer`: returns a scorer, given a function that returns True once the dense model is scored. `dense`: the dense
-    model's outputs, or the fiber that computes them.
+    `dense`: the dense model's outputs, or the fiber that computes them.
     """
-    if isinstance(dense, Fiber) and scheduler.pool.size < 2:
-        yield dense
-    scores = scorer(lambda: not isinstance(dense, Fiber) or dense.done)
-    return (yield from scores.score_coroutine(windows, name, layers, dense))
+    if isinstance(dense, Fiber):
+        if scorer.scheduler.pool.size < 2:
+            yield dense
+        alone = scorer.alone
+        scorer = replace(scorer, alone=lambda: alone() and dense.done)
+    return (yield from scorer.score_coroutine(windows, name, layers, dense))
 
 
 def window_units(

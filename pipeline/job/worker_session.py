@@ -73,18 +73,16 @@ class JobWorkers:
         """The work done so far."""
         return Effort(self.pool.seconds, dict(self.pool.peak_bytes))
 
-    def scorer(
-        self, job: JobContext, scheduler: Scheduler | None = None, first: Callable[[], bool] = lambda: True
-    ) -> Scorer:
+    def scorer(self, job: JobContext, scheduler: Scheduler | None = None) -> Scorer:
         """Return a scorer of models. With `scheduler`, it scores in background fibers, and commits hidden states only
-        while no other fibers run. `first`: of the models that are scored side by side, only one may commit; returns
-        True once it is this one's turn."""
+        while no other fibers run."""
         runs, geometry = scheduler or Scheduler(self.pool, job.observer), job.inputs.geometry
         cleaner = StoreCleaner(job.run_dir, self.always, self.dropping, lambda: scheduler is None)
-        alone = (lambda: runs.alone and first()) if scheduler else first
         experts = tuple(layer.num_experts for layer in geometry.layers)
         parts = partial(layer_parts, experts, job.manifest.workers.experts)
-        return Scorer(runs, job.ledger, cleaner, geometry.num_layers, self.every, alone, parts)
+        return Scorer(
+            runs, job.ledger, cleaner, geometry.num_layers, self.every, lambda: scheduler is None or runs.alone, parts
+        )
 
     def prepare(self, job: JobContext, work: Job | None = None) -> None:
         """Enter everything that ranks depend on. `work`: a part of the job."""
