@@ -125,12 +125,13 @@ class CompressedWalk:
         return joined(results)
 
     def _pass_entered(self, layer: int, base: int) -> Coroutine[list[ShardDone]]:
+        """Run all shards through a layer as it is entered: compressed, or dense if it is not claimed."""
         return (yield from self._pass(layer, base, staged_layer(self.session.journal, layer)))
 
     def _propagate(self, layer: int, base: int, outputs: _Outputs | None) -> Coroutine[int]:
         """Wait for a layer's outputs, and commit them at a boundary. Return the last layer with committed inputs.
 
-        `outputs`: None: compute them from the entered layer.
+        `outputs`: of a layer that was just solved; None: compute them from the entered layer.
         """
         try:
             results = (yield outputs.fiber) if outputs else (yield from self._pass_entered(layer, base))

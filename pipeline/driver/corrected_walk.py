@@ -3,8 +3,8 @@
 docs/methods.md#corrections, docs/methods.md#refinement.
 
 Hidden states of the dense and of the compressed model pass a layer side by side, once for each step of the corrections.
-Each step stages a draft of the layer, sums the pairs on the draft, and solves the groups of this step from the sums,
-which are not stored. A refinement then trains the whole draft on one worker. Only the finished layer is entered; an
+Each step stages a draft of the layer, sums the pairs on the draft, and solves the groups of this step from the sums.
+The sums are not stored. A refinement then trains the whole draft on one worker. Only the finished layer is entered; an
 interrupted job repeats the unfinished layer.
 """
 
@@ -75,8 +75,11 @@ class CorrectedWalk:
                 self.session.cleaner.drop_activations(targets)
 
     def _compress(self, layer: int, base: int) -> Coroutine[tuple[LayerEntry, RefinementRecords, DraftPaths]]:
-        """Solve, train and write a layer. Return the entry to commit, the targets of its training, which the caller has
-        to drop, and the paths of the drafts at its steps, none if it is trained."""
+        """Solve, train and write a layer.
+
+        Return the entry to commit, the targets of the training, and the paths of the drafts at the layer's steps. The
+        caller drops the targets. A layer without training has no targets, a trained one no paths.
+        """
         tasks = self.job.layer_tasks(layer)
         draft, paths = yield from self._solve(layer, base)
         targets: RefinementRecords = ()
@@ -87,6 +90,7 @@ class CorrectedWalk:
         return self._entry(layer, draft), targets, paths
 
     def _entry(self, layer: int, draft: Draft) -> LayerEntry:
+        """Return the ledger entry of a finished draft."""
         solved = [draft.solved[task] for task in self.job.layer_tasks(layer)]
         return layer_entry(layer, solved, draft.staged, draft.refined)
 

@@ -34,7 +34,7 @@ class LayersInFlight:
         stored hidden states that are still needed, or None if none can be dropped."""
         self.session = session
         self.enter = enter
-        self.passed: deque[tuple[int, LayerPass, bool]] = deque()  # layers, parts of them, and whether it is the last
+        self.passed: deque[tuple[int, LayerPass, bool]] = deque()  # layer, a part of it, True for its last part
         self.allowed = 0  # parts that may be unstored while shards pass the next one
         self.done: list[list[ShardDone]] = []  # of the stored parts of the layer that is entered next
         self.statistics: dict[str, ArrayRecord] = {}  # of the same parts

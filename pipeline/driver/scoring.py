@@ -67,8 +67,8 @@ class Scorer:
     phase: str = ""
 
     def states(self, windows: Windows, name: str, layers: Layers, kept: Collection[int] = ()) -> States:
-        """Return the stored outputs of a model's last layer, and the stored inputs of the `kept` layers, without those
-        before a layer from which the pass resumed.
+        """Return the stored outputs of a model's last layer, and the stored inputs of the `kept` layers. A resumed pass
+        returns no inputs of the layers before it.
 
         Raises:
             CorruptError: a staged layer or the tokens are damaged.
