@@ -147,7 +147,7 @@ def test_statistics_of_solved_layers_are_dropped() -> None:
     """The units of layers being written have none, so that the sums are freed."""
     queue = Queue()
     queue.run([0, 1], (0, inf))
-    assert len(queue.queue.writing) + len(queue.entered) == 2
+    assert queue.queue.writing
     assert all(solve.statistics == {} for solved, _ in queue.queue.writing for solve, _ in solved)
     queue.run([], (0, 0))
     assert [layer for layer, _ in queue.entered] == [0, 1]
