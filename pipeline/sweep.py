@@ -60,7 +60,8 @@ def run_sweep(
         check_in_process(address, sweep.workers.max)
     prepare_process()  # for callers from Python
     with quick_imports():
-        from pipeline.job import stages  # slow imports, only after the arguments are checked
+        from pipeline.job.run_record import recorded  # slow imports, only after the arguments are checked
+        from pipeline.job.stages import heartbeat, join_cluster
         from pipeline.sweeping.point_healing import heal_points
         from pipeline.sweeping.point_solving import solve_points
         from pipeline.sweeping.results import sweep_results, write_results
@@ -69,15 +70,15 @@ def run_sweep(
     with open_sweep(sweep, points, fresh=fresh, stop=stop, in_process=in_process) as opened:
         job = opened.job
         if not all(map(opened.is_done, opened.points)):
-            with job.observer, stages.recorded(job), stages.heartbeat(job) as heartbeat:
+            with job.observer, recorded(job), heartbeat(job) as beats:
                 for remark, labels in opened.remarks().items():
                     job.observer.say(f"{', '.join(labels)}: {remark}", logging.WARNING)
                 for line in job.left_out():
                     job.observer.say(line)
-                stages.join_cluster(job, address, connect_timeout_s)
+                join_cluster(job, address, connect_timeout_s)
                 opened = opened.begin()
-                solve_points(opened, heartbeat)
-                heal_points(opened, heartbeat)
+                solve_points(opened, beats)
+                heal_points(opened, beats)
         results = sweep_results(opened)
         try:
             show(results)

@@ -8,7 +8,7 @@ Gradients are treated like hidden states: each belongs to a shard, stays on its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import cast
 
@@ -16,11 +16,10 @@ from manifests.entries import GradientEntry
 from manifests.records import ArrayRecord, GradientRecord
 from pipeline.driver.in_flight import LayersInFlight
 from pipeline.driver.ledger_keys import dense_key, gradient_key
-from pipeline.driver.reduction import LayerPass, Reductions
 from pipeline.driver.scheduler import Coroutine
 from pipeline.driver.session import Session
 from pipeline.methods.method import Moment
-from pipeline.units.units import Backward
+from pipeline.units.units import Backward, ShardDone
 
 
 class GradientPass:
@@ -29,9 +28,6 @@ class GradientPass:
     def __init__(self, session: Session) -> None:
         self.job = session.job
         self.session = session
-        self.reductions = Reductions(session)
-        self.statistics: dict[str, ArrayRecord] = {}  # of the finished parts of the current layer
-        self.parts = 0  # the number of these parts
 
     def run(self) -> Coroutine[None]:
         """Run the pass, from the last committed gradients."""
@@ -40,7 +36,6 @@ class GradientPass:
             return
         self.session.observer.phase("gradient", len(pending), len(self.job.gradient_shards))
         in_flight = LayersInFlight(self.session, partial(self._enter, pending[0]))
-        self.statistics, self.parts = {}, 0
         for layer in reversed(pending):
             emit = layer > pending[0] and self.job.gradient == "model"
             store = emit and self.job.is_boundary(layer)
@@ -52,21 +47,18 @@ class GradientPass:
                 units = partial(
                     self._units, layer, part.moments, part=part.number, emit=emit and part.first, store=ends
                 )
-                yield from in_flight.run(layer, part.moments, units, stores=ends)
+                yield from in_flight.run(layer, part.moments, units, stores=ends, last=part.first)
         yield from in_flight.finish()
         self.session.cleaner.retain_activations(())
 
-    def _enter(self, first: int, layer: int, result: LayerPass) -> Coroutine[Sequence[ArrayRecord] | None]:
-        """Enter a layer once its first part is done; the pass ends at layer `first`. Return the stored hidden states
-        that the rest of the pass still needs, or None if none can be dropped."""
-        self.statistics |= yield from self.reductions.stored(result)
-        self.parts += 1
-        if self.parts < len(self.job.parts(layer, ())):
-            return None
-        statistics, self.statistics, self.parts = self.statistics, {}, 0
-        activations = tuple(shard.activation for shard in result.done if shard.activation)
+    def _enter(
+        self, first: int, layer: int, done: list[ShardDone], statistics: Mapping[str, ArrayRecord]
+    ) -> Sequence[ArrayRecord] | None:
+        """Enter a layer of a pass that ends at layer `first`. Return the stored hidden states that the rest of the pass
+        still needs, or None if none can be dropped."""
+        activations = tuple(shard.activation for shard in done if shard.activation)
         entry = GradientEntry(
-            statistics=cast("dict[str, GradientRecord]", statistics),
+            statistics=cast("Mapping[str, GradientRecord]", statistics),
             activations=activations or None,
         )
         self.session.enter(gradient_key(layer), entry)

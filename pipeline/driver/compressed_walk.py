@@ -9,39 +9,39 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from manifests.entries import ActivationsEntry, StatisticsEntry
+from manifests.entries import LayerEntry, StatisticsEntry
 from manifests.errors import LostInputError
 from manifests.records import ArrayRecord, StagedLayer
 from pipeline.driver.forward_units import joined
-from pipeline.driver.job_spec import LayerPart, RanksOf, staged_layer
-from pipeline.driver.ledger_keys import activations_key, statistics_key
-from pipeline.driver.reduction import LayerPass, Reductions
+from pipeline.driver.job_spec import RanksOf, staged_layer
+from pipeline.driver.ledger_keys import statistics_key
+from pipeline.driver.reduction import LayerPass, run_layer
 from pipeline.driver.scheduler import Coroutine, Fiber
-from pipeline.driver.session import Session, solve_units, write_units
+from pipeline.driver.session import Session, layer_entry, solve_units, write_units
 from pipeline.driver.stored_statistics import StoredStatistics
 from pipeline.units.sums import Summed
-from pipeline.units.units import ShardDone, Solve, SolveDone, Unwritten, Write
+from pipeline.units.units import ShardDone, SolveDone, Unwritten, Write
 
 
 class _Outputs(NamedTuple):
-    """The fiber that computes a layer's outputs. `solves`: keys of the units whose factors it uses."""
+    """The fiber that computes a layer's outputs. `solves`: keys of the units whose factors in memory it uses."""
 
-    fiber: Fiber[list[Any]] | None
-    solves: frozenset[str] = frozenset()
+    fiber: Fiber[list[ShardDone]]
+    solves: frozenset[str]
 
 
 class CompressedWalk:
     """Solves and enters every claimed layer, in order."""
 
-    def __init__(self, session: Session, stored: StoredStatistics) -> None:
+    def __init__(self, session: Session, stored: StoredStatistics, ranks: RanksOf) -> None:
         self.job = session.job
         self.session = session
         self.stored = stored
-        self.reductions = Reductions(session)
+        self.ranks = ranks
 
-    def run(self, ranks: RanksOf) -> Coroutine[None]:
+    def run(self) -> Coroutine[None]:
         """Run the walk, from the last committed hidden states."""
         pending = self.session.uncompressed()
         if not pending:
@@ -50,80 +50,72 @@ class CompressedWalk:
         base = self.session.forwards.last_committed("compressed", pending[0])
         self.session.observer.phase("walk", last + 1 - base, 2 * self.job.shards)
         for layer in range(base, last + 1):
+            outputs = None
             if layer in pending:
-                outputs = yield from self._compress(layer, base, ranks, emit=layer < last)
+                entry, outputs = yield from self._compress(layer, base, emit=layer < last)
+                self.session.commit_layer(layer, entry)
                 if not self.job.keep_statistics:
                     self.session.cleaner.retain_statistics(())
-            elif layer < last:
-                outputs = self._outputs(layer, base, staged_layer(self.session.journal, layer))
             if layer < last:
                 base = yield from self._propagate(layer, base, outputs)
 
-    def _compress(self, layer: int, base: int, ranks: RanksOf, *, emit: bool) -> Coroutine[_Outputs]:
-        """Compute a layer's moments and compress the layer. Kept moments are stored in the background.
+    def _compress(self, layer: int, base: int, *, emit: bool) -> Coroutine[tuple[LayerEntry, _Outputs | None]]:
+        """Compute a layer's moments, solve its groups and write the layer. Kept moments are entered.
 
-        `emit`: also start to compute the layer's outputs.
+        `emit`: also start to compute the layer's outputs. Return the entry to commit, and these outputs.
         """
-        moments, result = self.job.layer_moments(layer), None
+        statistics, summed = yield from self._sum_moments(layer, base)
+        solves = solve_units(self.job, layer, statistics, self.ranks)
+        solutions: list[SolveDone] = yield solves
+        writes = partial(write_units, layer, solves)
+        writing = self.session.scheduler.spawn(self.session.build_on(solutions, solves, writes))
+        outputs = None
+        if emit:
+            unwritten = _unwritten(writes(solutions)[0], solutions)
+            passing = self.session.scheduler.spawn(self._pass(layer, base, unwritten))
+            outputs = _Outputs(passing, frozenset(solve.key for solve in solves))
+        (record,) = yield writing
+        if summed and self.job.keep_statistics:
+            yield from self._enter_moments(layer, statistics, summed)
+        return layer_entry(layer, list(zip(solves, solutions, strict=True)), record), outputs
+
+    def _sum_moments(
+        self, layer: int, base: int
+    ) -> Coroutine[tuple[dict[str, ArrayRecord | Summed], LayerPass | None]]:
+        """Compute the moments of a layer. Kept moments are stored in the background.
+
+        Return the moments by key, and the pass that summed the last of them; None if they were entered before.
+        """
+        moments = self.job.layer_moments(layer)
         entered = self.session.journal.get(statistics_key(layer))
         statistics: dict[str, ArrayRecord | Summed] = {**self.stored.of_backward_pass(layer)}
         if entered is not None:
-            statistics |= entered.statistics
-        elif moments:
-            *earlier, last = self.job.parts(layer, moments)
-            for part in earlier:
-                statistics |= yield from self.reductions.stored(
-                    (yield from self._sum_moments(layer, part, base, store=True))
-                )
-            result = yield from self._sum_moments(layer, last, base, store=self.job.keep_statistics)
-            statistics |= {**result.samples, **(yield from self.reductions.summed(result))}
-        return (yield from self._solve(layer, base, statistics, ranks, result, emit))
+            return {**statistics, **entered.statistics}, None
+        result = None
+        for part in self.job.parts(layer, moments) if moments else ():
+            units = self.session.forwards.units(
+                "compressed", layer, None, part.moments, base, part=part.number, emit=False
+            )
+            store = not part.last or self.job.keep_statistics
+            result = yield from run_layer(self.session, part.moments, units, store=store)
+            if not part.last:
+                statistics |= yield from result.stored()
+            else:
+                statistics |= {**result.samples, **(yield from result.summed())}
+        return statistics, result
 
-    def _sum_moments(self, layer: int, part: LayerPart, base: int, *, store: bool) -> Coroutine[LayerPass]:
-        """Run all shards through a part of a layer and sum its moments."""
-        units = self.session.forwards.units("compressed", layer, None, part.moments, base, part=part.number, emit=False)
-        return (yield from self.reductions.run(part.moments, units, store))
+    def _enter_moments(
+        self, layer: int, statistics: Mapping[str, ArrayRecord | Summed], summed: LayerPass
+    ) -> Coroutine[None]:
+        """Wait until the moments of a pass are stored, and enter them with those of earlier parts of the layer."""
+        moments = yield from summed.stored()
+        claimed = {moment.key for moment in self.job.layer_moments(layer)}
+        moments |= {key: each for key, each in statistics.items() if isinstance(each, ArrayRecord) and key in claimed}
+        self.session.enter(statistics_key(layer), StatisticsEntry(statistics=moments))
 
-    def _solve(
-        self,
-        layer: int,
-        base: int,
-        statistics: Mapping[str, ArrayRecord | Summed],
-        ranks: RanksOf,
-        result: LayerPass | None,
-        emit: bool,
-    ) -> Coroutine[_Outputs]:
-        """Solve every group of a layer, then write and enter the layer. Kept moments of `result` are entered
-        first."""
-        solves = solve_units(self.job, layer, statistics, ranks)
-        writes = partial(write_units, layer, solves)
-        solutions: list[SolveDone] = yield solves
-        writing = self.session.scheduler.spawn(self.session.build_on(solutions, solves, writes))
-        outputs = _Outputs(None)
-        if emit:
-            outputs = self._outputs(layer, base, _unwritten(writes(solutions)[0], solutions), solves)
-        (record,) = yield writing
-        if result and self.job.keep_statistics:
-            moments = yield from self.reductions.stored(result)
-            earlier = {key: record for key, record in statistics.items() if isinstance(record, ArrayRecord)}
-            claimed = {moment.key for moment in self.job.layer_moments(layer)}
-            moments |= {key: record for key, record in earlier.items() if key in claimed}
-            self.session.enter(statistics_key(layer), StatisticsEntry(statistics=moments))
-        self.session.enter_layer(layer, list(zip(solves, solutions, strict=True)), record)
-        return outputs
-
-    def _outputs(
-        self, layer: int, base: int, staged: StagedLayer | Unwritten | None, solves: Sequence[Solve] = ()
-    ) -> _Outputs:
-        """Start to compute a layer's outputs with its compressed weights."""
-        store = self.job.is_boundary(layer + 1)
-        passing = self.session.scheduler.spawn(self._passed(layer, base, staged, store))
-        return _Outputs(passing, frozenset(solve.key for solve in solves))
-
-    def _passed(
-        self, layer: int, base: int, staged: StagedLayer | Unwritten | None, store: bool
-    ) -> Coroutine[list[ShardDone]]:
+    def _pass(self, layer: int, base: int, staged: StagedLayer | Unwritten | None) -> Coroutine[list[ShardDone]]:
         """Run all shards through a layer with its compressed weights, part by part."""
+        store = self.job.is_boundary(layer + 1)
         results: list[list[ShardDone]] = []
         for part in self.job.parts(layer, (), staged):
             units = self.session.forwards.units(
@@ -132,21 +124,25 @@ class CompressedWalk:
             results.append((yield units))
         return joined(results)
 
-    def _propagate(self, layer: int, base: int, outputs: _Outputs) -> Coroutine[int]:
-        """Wait for a layer's outputs, and commit them at a boundary. Return the last layer with committed inputs."""
+    def _pass_entered(self, layer: int, base: int) -> Coroutine[list[ShardDone]]:
+        """Run all shards through a layer as it is entered: compressed, or dense if it is not claimed."""
+        return (yield from self._pass(layer, base, staged_layer(self.session.journal, layer)))
+
+    def _propagate(self, layer: int, base: int, outputs: _Outputs | None) -> Coroutine[int]:
+        """Wait for a layer's outputs, and commit them at a boundary. Return the last layer with committed inputs.
+
+        `outputs`: of a layer that was just solved; None: compute them from the entered layer.
+        """
         try:
-            results = yield outputs.fiber
+            results = (yield outputs.fiber) if outputs else (yield from self._pass_entered(layer, base))
         except LostInputError as error:
-            if outputs.solves.isdisjoint(error.producers):
+            if outputs is None or outputs.solves.isdisjoint(error.producers):
                 raise
             self.session.repairs.invalidate(error)
-            from_disk = self._outputs(layer, base, staged_layer(self.session.journal, layer))  # it is written by now
-            results = yield from_disk.fiber
+            results = yield from self._pass_entered(layer, base)
         if not self.job.is_boundary(layer + 1):
             return base
-        activations = tuple(result.activation for result in results)
-        self.session.enter(activations_key(layer + 1), ActivationsEntry(activations=activations))
-        self.session.cleaner.retain_activations(activations)
+        self.session.commit_inputs(layer + 1, results)
         return layer + 1
 
 

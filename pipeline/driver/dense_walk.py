@@ -13,14 +13,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import inf
 
-from manifests.records import ArrayRecord, StagedRecord
+from manifests.records import ArrayRecord
 from pipeline.driver.forward_units import dense_entry, joined
 from pipeline.driver.job_spec import LayerPart, RanksOf
 from pipeline.driver.layer_reading import LayerReading
-from pipeline.driver.layer_solving import SolvedLayer, SolveQueue
+from pipeline.driver.layer_solving import PassQueue
 from pipeline.driver.ledger_keys import dense_key
-from pipeline.driver.reduction import LayerPass, Reductions
+from pipeline.driver.reduction import LayerPass, choose_grids, run_layer
 from pipeline.driver.scheduler import Coroutine
 from pipeline.driver.session import Session, solve_units
 from pipeline.driver.stored_statistics import StoredStatistics
@@ -38,13 +39,13 @@ def layers_behind(workers: int) -> int:
 class DenseWalk:
     """Solves and enters the claimed layers whose moments are not stored."""
 
-    def __init__(self, session: Session, stored: StoredStatistics) -> None:
+    def __init__(self, session: Session, stored: StoredStatistics, ranks: RanksOf) -> None:
         self.job = session.job
         self.session = session
         self.stored = stored
-        self.reductions = Reductions(session)
+        self.ranks = ranks
         self.forwards = session.forwards
-        self.queue = SolveQueue(session, self._enter_layer)
+        self.queue = PassQueue(session)
         self.base = 0  # the last layer whose inputs are committed
         self.waiting: list[int] = []  # layers that need the pass
         self.collecting: deque[tuple[int, LayerPass]] = deque()  # layers whose sums are leaving the workers
@@ -52,7 +53,7 @@ class DenseWalk:
         self.storing: deque[tuple[int, LayerPass]] = deque()  # layers whose sums are being stored
         self.samples: dict[int, Mapping[str, ArrayRecord]] = {}  # stored samples without a ledger entry
 
-    def run(self, ranks: RanksOf) -> Coroutine[None]:
+    def run(self) -> Coroutine[None]:
         """Run the pass, from the last committed hidden states."""
         self.waiting = [layer for layer in self.session.uncompressed() if self.stored.missing(layer)]
         if not self.waiting:
@@ -67,20 +68,26 @@ class DenseWalk:
             weights = yield from reading.weights(layer)
             units = partial(
                 self.forwards.units, "dense", layer, None,
-                base=self.base, cosine=True, emit=layer < last, weights=weights,
+                base=self.base, emit=layer < last, weights=weights,
             )  # fmt: skip
             parts = self.job.parts(layer, moments)
-            if len(parts) > 1:
-                yield from self._advance(layer, ranks)
-                result = yield from self._pass_parts(parts, units, store)
+            whole = units(moments, store=store) if len(parts) == 1 else []
+            choosing = choose_grids(self.session, moments if whole else (), whole)
+            yield from self._finish_sums(layer)
+            yield from self._enter_written()
+            if len(self.adding) >= max(1, self.session.pool.size):
+                yield from self._enter_written(solving=0, writing=len(self.adding))
+                yield from self._solve()
+            if whole:
+                grids, keep = (yield choosing), self.job.keep_statistics
+                result = yield from run_layer(self.session, moments, whole, store=keep, grids=grids)
             else:
-                whole = units(moments, store=store)
-                choosing = self.reductions.choose(moments, whole)
-                yield from self._advance(layer, ranks)
-                grids = yield choosing
-                result = yield from self.reductions.run(moments, whole, self.job.keep_statistics, grids)
+                result = yield from self._pass_parts(parts, units, store)
             self._enter_pass(layer, result, moments, store)
-        yield from self._end(ranks)
+        yield from self._solve_last()
+        yield from self._enter_written(solving=0, writing=0)
+        while self.storing:
+            yield from self._enter_stored()
 
     def _pass_parts(
         self, parts: Sequence[LayerPart], units: Callable[..., list[Forward]], store: bool
@@ -93,10 +100,10 @@ class DenseWalk:
         records: dict[str, ArrayRecord] = {}
         for part in parts:
             passing = units(part.moments, part=part.number, store=store and part.last)
-            results.append((yield from self.reductions.run(part.moments, passing)))
+            results.append((yield from run_layer(self.session, part.moments, passing)))
             for result in results[-2:-1]:
-                records |= yield from self.reductions.stored(result)
-        records |= yield from self.reductions.stored(results[-1])
+                records |= yield from result.stored()
+        records |= yield from results[-1].stored()
         return LayerPass(joined([result.done for result in results]), records)
 
     def _every(self) -> int:
@@ -130,7 +137,7 @@ class DenseWalk:
     def _enter_stored(self) -> Coroutine[None]:
         """Wait until the kept moments of the oldest layer are stored, and enter them."""
         layer, result = self.storing.popleft()
-        moments = yield from self.reductions.stored(result)
+        moments = yield from result.stored()
         statistics = {**self.stored.of_dense_pass(layer), **moments}
         self.session.enter(dense_key(layer), dense_entry(result.done, statistics, inputs=False))
         self._finish(layer)
@@ -150,49 +157,46 @@ class DenseWalk:
 
     # -- solving -----------------------------------------------------------------------------------------------------
 
-    def _advance(self, layer: int, ranks: RanksOf) -> Coroutine[None]:
-        """Enter, solve and write earlier layers, before waiting for the shards of this one."""
+    def _finish_sums(self, layer: int) -> Coroutine[None]:
+        """Collect sums and enter stored moments of earlier layers, before the shards pass this one."""
         while len(self.collecting) > 1:  # a worker holds the sums of two layers at most
             yield from self._collect_one()
         # Where hidden states are committed, wait for the moments of all earlier layers; elsewhere some may be pending.
         while len(self.storing) > (0 if layer == self.base else 1 + self.session.pool.size):
             yield from self._enter_stored()
-        yield from self.queue.advance()
-        if len(self.adding) >= max(1, self.session.pool.size):
-            yield from self.queue.advance(solving=0, writing=len(self.adding))
-            yield from self._solve(ranks)
 
-    def _end(self, ranks: RanksOf) -> Coroutine[None]:
+    def _solve_last(self) -> Coroutine[None]:
+        """Start to solve the last layers of the pass."""
         while self.collecting:
             yield from self._collect_one()
-        yield from self._solve(ranks)
+        yield from self._solve()
         groups = self.queue.groups // max(1, len(self.queue.solving))
         self.session.observer.phase("compress", len(self.queue), max(1, groups))
-        yield from self.queue.advance(solving=0, writing=0)
-        while self.storing:
-            yield from self._enter_stored()
 
     def _collect_one(self) -> Coroutine[None]:
         layer, result = self.collecting.popleft()
-        yield from self.reductions.collected(result)
+        yield from result.collected()
         self.adding.append((layer, result))
 
-    def _solve(self, ranks: RanksOf) -> Coroutine[None]:
+    def _solve(self) -> Coroutine[None]:
         """Start to solve the layers whose sums are collected."""
         layers = []
         for layer, result in self.adding:
-            summed = yield from self.reductions.summed(result)
+            summed = yield from result.summed()
             entered = self.stored.of_dense_pass(layer)
             statistics: dict[str, ArrayRecord | Summed] = {**entered, **result.samples, **summed}
-            layers.append(solve_units(self.job, layer, statistics, ranks))
+            layers.append(solve_units(self.job, layer, statistics, self.ranks))
         self.adding = []
         self.queue.begin(layers)
 
-    def _enter_layer(self, layer: int, solved: SolvedLayer, record: StagedRecord) -> Coroutine[None]:
-        while self.storing and self.storing[0][0] <= layer:
-            yield from self._enter_stored()
-        self.session.enter_layer(layer, solved, record)
-        if not self.job.keep_statistics:
-            self._finish(layer)
-            del self.samples[layer]
-            self.stored.retain([record for samples in self.samples.values() for record in samples.values()])
+    def _enter_written(self, solving: float = inf, writing: float = inf) -> Coroutine[None]:
+        """Enter written layers, each after its kept moments, until few are solved and written (`PassQueue`)."""
+        while written := (yield from self.queue.next_written(solving, writing)):
+            layer, entry = written
+            while self.storing and self.storing[0][0] <= layer:
+                yield from self._enter_stored()
+            self.session.commit_layer(layer, entry)
+            if not self.job.keep_statistics:
+                self._finish(layer)
+                del self.samples[layer]
+                self.stored.retain([record for samples in self.samples.values() for record in samples.values()])

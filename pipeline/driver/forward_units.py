@@ -31,31 +31,26 @@ class ForwardUnits:
         base: int,
         *,
         part: int | None = None,
-        cosine: bool = False,
         emit: bool = True,
         store: bool = False,
         keep: bool = False,
-        shards: Sequence[int] | None = None,
         weights: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ()),
     ) -> list[Forward]:
-        """Return the units that run some or all shards through a layer, in shard order.
+        """Return the units that run the shards of a pass through a layer, in shard order.
 
         Only a pass that emits the next layer's inputs reads that layer ahead; during a solve it would only take memory.
 
         Args:
             base: the last layer whose inputs are committed.
             part: the part of the layer, as in `Forward`.
-            cosine: sum cosines on the shards on which importance is measured.
             keep: store the inputs of gradient samples.
             weights: as returned by `LayerReading.weights`.
         """
         activations = self.activations(lineage, base)
-        shards = range(self.job.shards) if shards is None else shards
+        dense = lineage == "dense"
         committed = () if activations is None else self.job.committed_shards(lineage, len(activations))
         records = dict(zip(committed, activations or (), strict=True))
-        replay = tuple(
-            staged_layer(self.journal, before) if lineage == "compressed" else None for before in range(base, layer)
-        )
+        replay = tuple(None if dense else staged_layer(self.journal, before) for before in range(base, layer))
         return [
             Forward(
                 lineage=lineage,
@@ -63,7 +58,7 @@ class ForwardUnits:
                 shard=shard,
                 staged=staged,
                 moments=moments,
-                cosine=cosine and shard in self.job.importance_shards,
+                cosine=dense and shard in self.job.importance_shards,
                 emit=emit,
                 store=store,
                 keep_inputs=keep and shard in self.job.gradient_shards,
@@ -75,7 +70,7 @@ class ForwardUnits:
                 weights=weights[0],
                 ahead_weights=weights[1],
             )
-            for shard in shards
+            for shard in (self.job.dense_shards() if dense else range(self.job.shards))
         ]
 
     def activations(self, lineage: Lineage, layer: int) -> Sequence[ArrayRecord] | None:
@@ -96,6 +91,13 @@ class ForwardUnits:
 def joined(parts: Sequence[Sequence[ShardDone]]) -> list[ShardDone]:
     """Join the results of the parts of a layer, shard by shard: inputs from the first part, outputs from the last."""
     return [replace(last, inputs=first.inputs) for first, last in zip(parts[0], parts[-1], strict=True)]
+
+
+def stored_outputs(results: Sequence[ShardDone]) -> tuple[ArrayRecord, ...]:
+    """Return the records of the outputs that the units of all shards stored."""
+    records = tuple(result.activation for result in results if result.activation is not None)
+    assert len(records) == len(results), "every unit stores its outputs"
+    return records
 
 
 def dense_entry(results: Sequence[ShardDone], statistics: Mapping[str, ArrayRecord], *, inputs: bool) -> DenseEntry:

@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from manifests.method_entry import MIXED_SHARE
 from manifests.records import StagedLayer
-from pipeline.driver.corrected_walk import CorrectedWalk, RefinementRecords, SolvedByTask, stored_targets
+from pipeline.driver.corrected_walk import CorrectedWalk, Draft, RefinementRecords, damaged_as_lost
+from pipeline.driver.forward_units import stored_outputs
 from pipeline.driver.job_spec import RanksOf, trains_mixed
 from pipeline.driver.scheduler import Coroutine
 from pipeline.driver.session import Session
@@ -25,12 +26,12 @@ from pipeline.units.units import ShardDone
 class IndependentWalk(CorrectedWalk):
     """Solves, trains and enters every claimed layer."""
 
-    def __init__(self, session: Session, stored: StoredStatistics) -> None:
-        super().__init__(session, stored)
+    def __init__(self, session: Session, stored: StoredStatistics, ranks: RanksOf) -> None:
+        super().__init__(session, stored, ranks)
         self.mixed = any(map(trains_mixed, self.job.tasks))
-        self.drafts: dict[int, StagedLayer] = {}  # the solved layers that the pass goes through
+        self.drafts: dict[int, StagedLayer] = {}  # the solved layers that a pass of mixed inputs goes through
 
-    def run(self, ranks: RanksOf) -> Coroutine[None]:
+    def run(self) -> Coroutine[None]:
         """Run the walk."""
         pending = self.session.uncompressed()
         if not pending:
@@ -38,56 +39,49 @@ class IndependentWalk(CorrectedWalk):
         last = pending[-1]
         self.session.observer.phase("correct", len(pending), self.job.shards)
         waiting = [layer for layer in layers_of(self.job.tasks) if layer <= last] if self.mixed else pending
+        solved: dict[int, Draft] = {}
         targets: dict[int, RefinementRecords] = {}
-        solved: dict[int, SolvedByTask] = {}
         for layer in range(last + 1):
             if not solved and waiting:
                 some, waiting = self.session.batch(waiting)
-                solved = yield from self._solve_some(some, ranks)
+                solved = yield from self._solve_some(some)
             trained = layer in solved and layer in pending and any(task.refine for task in self.job.layer_tasks(layer))
             if trained or layer < last:
                 passed = yield from self._pass(layer, emit=layer < last, targets=trained)
                 if trained:
-                    targets[layer] = stored_targets(passed)
+                    targets[layer] = stored_outputs(passed)
             if solved and layer == max(solved):
                 yield from self._train({layer: solved[layer] for layer in solved if layer in pending}, targets)
                 targets.clear()
                 solved.clear()
         self._drop_drafts()
 
-    def _solve_some(self, layers: Sequence[int], ranks: RanksOf) -> Coroutine[dict[int, SolvedByTask]]:
-        """Solve some layers side by side, and write a draft of each. Return their groups."""
-        solved: dict[int, SolvedByTask] = {layer: {} for layer in layers}
-        fibers = {
-            layer: self.session.scheduler.spawn(
-                self._write_draft(layer, self.job.layer_tasks(layer), {}, ranks, solved[layer])
-            )
-            for layer in layers
-        }
+    def _solve_some(self, layers: Sequence[int]) -> Coroutine[dict[int, Draft]]:
+        """Solve some layers side by side, and write a draft of each."""
+        spawn, tasks_of = self.session.scheduler.spawn, self.job.layer_tasks
+        fibers = {layer: spawn(self._write_draft(layer, tasks_of(layer))) for layer in layers}
+        drafts: dict[int, Draft] = {}
         for layer, fiber in fibers.items():
-            draft = yield fiber
-            assert draft is not None, "a claimed layer has groups"
-            self.drafts[layer] = draft
-        return solved
+            drafts[layer] = yield fiber
+        if self.mixed:
+            self.drafts |= {layer: draft.staged for layer, draft in drafts.items()}
+        return drafts
 
     def _pass(self, layer: int, *, emit: bool, targets: bool) -> Coroutine[list[ShardDone]]:
         """Run all shards through a layer: of both models with `mixed`, else of the dense one."""
-        of_layers = self.drafts if self.mixed else {}
-        units = self._units(layer, 0, 0, of_layers.get(layer), emit=emit, targets=targets)
-        replay, share = tuple(map(of_layers.get, range(layer))), MIXED_SHARE if self.mixed else 1.0
-        with self._damaged_as_lost(*of_layers.values()):
+        units = self._units(layer, 0, 0, self.drafts.get(layer), emit=emit, targets=targets)
+        replay, share = tuple(map(self.drafts.get, range(layer))), MIXED_SHARE if self.mixed else 1.0
+        with damaged_as_lost(*self.drafts.values()):
             passed: list[ShardDone] = yield [replace(unit, replay=replay, share=share) for unit in units]
         return passed
 
-    def _train(self, solved: Mapping[int, SolvedByTask], targets: Mapping[int, RefinementRecords]) -> Coroutine[None]:
+    def _train(self, drafts: Mapping[int, Draft], targets: Mapping[int, RefinementRecords]) -> Coroutine[None]:
         """Train and enter some layers, and drop their training data."""
-        fibers = {
-            layer: self.session.scheduler.spawn(self._refine(layer, self.drafts[layer], targets[layer], solved[layer]))
-            for layer in targets
-        }
-        for layer, groups in solved.items():
-            staged, refined = (yield fibers[layer]) if layer in fibers else (self.drafts[layer], None)
-            self.session.enter_layer(layer, [*groups.values()], staged, refined)
-        self._drop_drafts(self.drafts.values() if self.mixed else ())
+        spawn = self.session.scheduler.spawn
+        fibers = {layer: spawn(self._refine(layer, drafts[layer], targets[layer])) for layer in targets}
+        for layer, solved in drafts.items():
+            draft: Draft = (yield fibers[layer]) if layer in fibers else solved
+            self.session.commit_layer(layer, self._entry(layer, draft))
+        self._drop_drafts(self.drafts.values())
         for records in targets.values():
             self.session.cleaner.drop_activations(records)

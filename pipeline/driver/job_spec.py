@@ -176,9 +176,14 @@ class Job(CalibrationPasses):
         """Return True if layers are solved during the dense pass."""
         return solves_in_pass(self.propagate, self.tasks, ranks_wait=bool(self.scores or self.predicts))
 
+    @property
+    def has_moments(self) -> bool:
+        """True if a task needs statistics."""
+        return any(task.moments for task in self.tasks)
+
     def dense_shards(self) -> Sequence[int]:
         """Return the shards of the dense pass: all, or fewer if it only measures importance."""
-        summed = self.propagate == "dense" and any(task.moments for task in self.tasks)
+        summed = self.propagate == "dense" and self.has_moments
         return range(self.shards) if summed or self.gradient_layers() else self.importance_shards
 
     def committed_shards(self, lineage: str, count: int) -> Sequence[int]:

@@ -10,6 +10,7 @@ from pipeline.units.reads import ReadDone, ReadLayer
 
 LAYERS_AHEAD = 2  # layers that are read ahead of the one being computed
 Handles = tuple[Any, ...]
+Weights = tuple[Handles, Handles]  # the source tensors of a layer and of the next one
 
 
 class LayerReading:
@@ -22,7 +23,7 @@ class LayerReading:
         self.reading: dict[int, Fiber[list[ReadDone]]] = {}
         self.read: dict[int, Handles] = {}
 
-    def weights(self, layer: int) -> Coroutine[tuple[Handles, Handles]]:
+    def weights(self, layer: int) -> Coroutine[Weights]:
         """Return the tensors of a layer and of the next one, and start to read the layer after that."""
         for other in range(layer, min(layer + LAYERS_AHEAD, self.last) + 1):
             self._start(other)

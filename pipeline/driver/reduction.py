@@ -31,7 +31,7 @@ from pipeline.units.sums import (
     Sums,
     Total,
 )
-from pipeline.units.units import ShardDone, Summable
+from pipeline.units.units import Reduce, ShardDone, Summable
 
 COLLECTED, ADDED = "collected", "added"  # stages of a reduction
 Grids = Mapping[Moment, Any]  # handles
@@ -40,11 +40,10 @@ SumHandles = Mapping[Moment, tuple[Any, ...]]  # of the parts of each sum
 
 @dataclass(frozen=True)
 class _WorkerSums:
-    """The collected sums of one worker, in at most `cut` parts for each moment. `key`: the key of its `Collect`."""
+    """The collected sums of one worker. `key`: the key of its `Collect`."""
 
     key: str
     done: CollectDone
-    cut: int
 
     @property
     def worker(self) -> str:
@@ -89,70 +88,84 @@ class LayerPass:
     reduction: Fiber[dict[str, ArrayRecord]] | None = None
     groups: list[_Group] = field(default_factory=list)
 
+    def collected(self) -> Coroutine[None]:
+        """Wait until the sums have left the workers and are within their grids."""
+        if self.reduction:
+            yield self.reduction.stage(COLLECTED)
 
-class Reductions:
-    """Runs the units of all shards through a layer, and reduces their moments."""
+    def summed(self) -> Coroutine[dict[str, Summed]]:
+        """Wait for the moments over all shards, by key, before they are stored."""
+        if self.reduction:
+            yield self.reduction.stage(ADDED)
+        return {moment.key: summed for group in self.groups for moment, summed in group.summed.items()}
 
-    def __init__(self, session: Session) -> None:
+    def stored(self) -> Coroutine[dict[str, ArrayRecord]]:
+        """Wait for the records of the stored moments over all shards, by key. Lost results are recomputed."""
+        moments = (yield self.reduction) if self.reduction else {}
+        return {**self.samples, **moments}
+
+
+def choose_grids(session: Session, moments: Sequence[Moment], units: Sequence[Summable]) -> Fiber[Grids]:
+    """Start to choose the grids for the sums of these units; none if there is nothing to sum."""
+    values = tuple(moment for moment in moments if moment.kind in SUMMED)
+    choosing = [ChooseGrids(replace(units[0], moments=values))] if values else []
+    return session.scheduler.spawn(_chosen(choosing))
+
+
+def run_layer(
+    session: Session,
+    moments: Sequence[Moment],
+    units: Sequence[Summable],
+    *,
+    store: bool = True,
+    grids: Grids | None = None,
+) -> Coroutine[LayerPass]:
+    """Run the units of all shards through a layer, and start to reduce their sums.
+
+    `store`: store the reduced moments. `grids`: the grids, if already chosen.
+    """
+    samples = tuple(moment for moment in moments if moment.kind == "sample")
+    grids = (yield choose_grids(session, moments, units)) if grids is None else grids
+    if not grids:
+        done: list[ShardDone] = yield units
+        return LayerPass(_stripped(done), (yield from _store_samples(session, samples, units, done)))
+    sums = _new_sums(grids)
+    units = [replace(unit, sums=sums) for unit in units]
+    done = yield units
+    rerun = [unit.for_sums_only(tuple(grids), sums) for unit in units]  # for shards whose sums are lost
+    groups: list[_Group] = []
+    reduction = session.scheduler.spawn(_Reduction(session, store).run(rerun, _workers(done), grids, groups))
+    # A shard that is run again for its samples must not be added again.
+    without_sums = [replace(unit, moments=samples, sums=None) for unit in units]
+    records = yield from _store_samples(session, samples, without_sums, done)
+    return LayerPass(_stripped(done), records, reduction, groups)
+
+
+class _Reduction:
+    """The reduction of the moments of one pass, from the sums of workers to records.
+
+    Attributes:
+        parts: the largest number of parts of each sum, which are added side by side.
+    """
+
+    def __init__(self, session: Session, store: bool) -> None:
         self.session = session
-
-    def choose(self, moments: Sequence[Moment], units: Sequence[Summable]) -> Fiber[Grids]:
-        """Start to choose the grids for the sums of these units; none if there is nothing to sum."""
-        values = tuple(moment for moment in moments if moment.kind in SUMMED)
-        choosing = [ChooseGrids(replace(units[0], moments=values))] if values else []
-        return self.session.scheduler.spawn(_chosen(choosing))
+        self.store = store
+        self.parts = max(1, session.pool.size)
 
     def run(
-        self, moments: Sequence[Moment], units: Sequence[Summable], store: bool = True, grids: Grids | None = None
-    ) -> Coroutine[LayerPass]:
-        """Run the units of all shards, and start to reduce their sums. `grids`: the grids, if already chosen."""
-        samples = tuple(moment for moment in moments if moment.kind == "sample")
-        grids = (yield self.choose(moments, units)) if grids is None else grids
-        if not grids:
-            done: list[ShardDone] = yield units
-            return LayerPass(_stripped(done), (yield from self._samples(samples, units, done)))
-        sums = _new_sums(grids)
-        units = [replace(unit, sums=sums) for unit in units]
-        done = yield units
-        rerun = [unit.for_sums_only(tuple(grids), sums) for unit in units]  # for shards whose sums are lost
-        groups: list[_Group] = []
-        reduction = self.session.scheduler.spawn(self._reduce(rerun, _workers(done), grids, store, groups))
-        # A shard that is run again for its samples must not be added again.
-        without_sums = [replace(unit, moments=samples, sums=None) for unit in units]
-        records = yield from self._samples(samples, without_sums, done)
-        return LayerPass(_stripped(done), records, reduction, groups)
-
-    def collected(self, result: LayerPass) -> Coroutine[None]:
-        """Wait until the sums of a pass have left the workers and are within their grids."""
-        if result.reduction:
-            yield result.reduction.stage(COLLECTED)
-
-    def summed(self, result: LayerPass) -> Coroutine[dict[str, Summed]]:
-        """Wait for the moments over all shards, by key, before they are stored."""
-        if result.reduction:
-            yield result.reduction.stage(ADDED)
-        return {moment.key: summed for group in result.groups for moment, summed in group.summed.items()}
-
-    def stored(self, result: LayerPass) -> Coroutine[dict[str, ArrayRecord]]:
-        """Wait for the records of the stored moments over all shards, by key. Lost results are recomputed."""
-        moments = (yield result.reduction) if result.reduction else {}
-        return {**result.samples, **moments}
-
-    # -- one reduction, from the sums of workers to records ----------------------------------------------------------
-
-    def _reduce(
-        self, units: Sequence[Summable], workers: Sequence[str], grids: Grids, store: bool, groups: list[_Group]
+        self, units: Sequence[Summable], workers: Sequence[str], grids: Grids, groups: list[_Group]
     ) -> Coroutine[dict[str, ArrayRecord]]:
-        """Collect, check, add and store the moments. Lost shards are run again once the main fiber waits."""
-        cut = max(1, self.session.pool.size)
-        collected = yield from self._collected_once(units, workers, cut)
+        """Collect, check, add and store the moments, and fill `groups`. Lost shards are run again once the main fiber
+        waits."""
+        collected = yield from self._collect(units, workers)
         if missing := _missing(units, collected):
             yield UNTIL_WANTED
-            collected += yield from self._rerun(missing, grids, collected[0].cut if collected else None)
+            collected += yield from self._sum_again(missing, grids)
         groups += yield from self._within_grids(units, grids, collected)
         del collected
         yield Reached(COLLECTED)
-        finishing = [self.session.scheduler.spawn(self._finish(group, store)) for group in groups]
+        finishing = [self.session.scheduler.spawn(self._finish(group)) for group in groups]
         for fiber in finishing:
             yield fiber.stage(ADDED)
         yield Reached(ADDED)
@@ -178,19 +191,18 @@ class Reductions:
         groups = [_Group(units, kept, [each.without_diagonals() for each in collected])] if kept else []
         if wider:
             yield UNTIL_WANTED
-            units = _for_sums_only(units, wider)
-            done = yield units
-            groups += yield from self._within_grids(units, wider, (yield from self._collected(units, _workers(done))))
+            collected = yield from self._sum_again(units, wider)
+            groups += yield from self._within_grids(units, wider, collected)
         return groups
 
-    def _finish(self, group: _Group, store: bool) -> Coroutine[dict[str, ArrayRecord]]:
+    def _finish(self, group: _Group) -> Coroutine[dict[str, ArrayRecord]]:
         """Add and store the moments of a group."""
         first = group.units[0]
         while True:
             try:
                 yield from self._add(group)
                 yield Reached(ADDED)
-                totals = [Total(first.lineage, first.layer, *summed) for summed in group.summed.items() if store]
+                totals = [Total(first.lineage, first.layer, *summed) for summed in group.summed.items() if self.store]
                 records = yield totals
                 return {total.moment.key: record for total, record in zip(totals, records, strict=True)}
             except LostInputError as error:
@@ -205,7 +217,7 @@ class Reductions:
             nodes.setdefault(each.done.node, []).append(each)
         if len(nodes) > 1:
             added = yield from self._add_each(group, nodes)
-            collected = [_WorkerSums("", CollectDone(partials, {}, ()), 0) for partials in added.values()]
+            collected = [_WorkerSums("", CollectDone(partials, {}, ())) for partials in added.values()]
         else:
             collected = group.collected
         whole = yield from self._add_each(group, {"": collected})
@@ -250,51 +262,48 @@ class Reductions:
             raise error
         self.session.repairs.invalidate(error)
         if missing := _missing(units, remaining):
-            remaining += yield from self._rerun(missing, grids, remaining[0].cut if remaining else None)
+            remaining += yield from self._sum_again(missing, grids)
         return remaining
 
-    def _rerun(self, units: Sequence[Summable], grids: Grids, cut: int | None) -> Coroutine[list[_WorkerSums]]:
-        """Run some shards again for their sums only, and collect these."""
-        units = _for_sums_only(units, grids)
-        done = yield units
-        collected: list[_WorkerSums] = yield from self._collected(units, _workers(done), cut)
+    def _sum_again(self, units: Sequence[Summable], grids: Grids) -> Coroutine[list[_WorkerSums]]:
+        """Run some shards again for their sums only, and collect these. Repeat it for the shards of lost workers."""
+        collected: list[_WorkerSums] = []
+        while units:
+            sums = _new_sums(grids)
+            units = [unit.for_sums_only(tuple(grids), sums) for unit in units]
+            done = yield units
+            collected += yield from self._collect(units, _workers(done))
+            units = _missing(units, collected)
         return collected
 
-    def _collected(
-        self, units: Sequence[Summable], workers: Sequence[str], cut: int | None = None
-    ) -> Coroutine[list[_WorkerSums]]:
-        """Collect the sums of these units. The shards of lost workers are run again."""
-        cut = max(1, self.session.pool.size) if cut is None else cut
-        assert units[0].sums is not None
-        grids, collected = units[0].sums.grids, list[_WorkerSums]()
-        while True:
-            collected += yield from self._collected_once(units, workers, cut)
-            if not (missing := _missing(units, collected)):
-                return collected
-            units = _for_sums_only(missing, grids)
-            workers = _workers((yield units))
-
-    def _collected_once(
-        self, units: Sequence[Summable], workers: Sequence[str], cut: int
-    ) -> Coroutine[list[_WorkerSums]]:
+    def _collect(self, units: Sequence[Summable], workers: Sequence[str]) -> Coroutine[list[_WorkerSums]]:
         """Collect the sums of the workers that still exist."""
         first, sums = units[0], units[0].sums
         assert sums is not None
         collects = [
-            Collect(first.lineage, first.layer, worker, sums.name, tuple(sums.grids), cut, first.part)
+            Collect(first.lineage, first.layer, worker, sums.name, tuple(sums.grids), self.parts, first.part)
             for worker in workers
         ]
         results = zip(collects, (yield collects), strict=True)
-        return [_WorkerSums(unit.key, done, cut) for unit, done in results if done is not None and done.shards]
+        return [_WorkerSums(unit.key, done) for unit, done in results if done is not None and done.shards]
 
-    def _samples(
-        self, samples: tuple[Moment, ...], units: Sequence[Summable], done: list[ShardDone]
-    ) -> Coroutine[dict[str, ArrayRecord]]:
-        if not samples:
-            return {}
-        first = units[0]
-        records = yield from self.session.store_samples(first.lineage, first.layer, samples, units, done)
-        return records
+
+def _store_samples(
+    session: Session, samples: Sequence[Moment], units: Sequence[Summable], done: list[ShardDone]
+) -> Coroutine[dict[str, ArrayRecord]]:
+    """Store the samples of values in the results of the units of all shards, in shard order: key -> record."""
+    if not samples:
+        return {}
+    lineage, layer = units[0].lineage, units[0].layer
+
+    def reduce_units(results: Sequence[ShardDone]) -> list[Reduce]:
+        """Return the units that store the samples."""
+        return [
+            Reduce(lineage, layer, moment, tuple(result.partials[moment] for result in results)) for moment in samples
+        ]
+
+    records = yield from session.build_on(done, units, reduce_units)
+    return {moment.key: record for moment, record in zip(samples, records, strict=True)}
 
 
 def _chosen(choosing: Sequence[ChooseGrids]) -> Coroutine[Grids]:
@@ -305,12 +314,6 @@ def _chosen(choosing: Sequence[ChooseGrids]) -> Coroutine[Grids]:
 def _new_sums(grids: Grids) -> Sums:
     """Return sums with a unique name: workers may still hold the sums of an abandoned pass."""
     return Sums(f"pass-{uuid.uuid4().hex}", grids)
-
-
-def _for_sums_only(units: Sequence[Summable], grids: Grids) -> list[Summable]:
-    """Return units for the same shards in a new pass, with only these moments."""
-    sums = _new_sums(grids)
-    return [unit.for_sums_only(tuple(grids), sums) for unit in units]
 
 
 def _workers(done: Sequence[ShardDone]) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ The units of a batch are submitted together. Units of a background fiber are sub
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, TypeVar
@@ -99,14 +99,6 @@ def batch(units: Sequence[Unit]) -> Coroutine[list[Any]]:
     """Run some units. Return their results, in order."""
     results: list[Any] = yield units
     return results
-
-
-def gather(fibers: Iterable[Fiber[T]]) -> Coroutine[list[T]]:
-    """Wait for some fibers. Return their outcomes, in order."""
-    outcomes: list[T] = []
-    for fiber in fibers:
-        outcomes.append((yield fiber))
-    return outcomes
 
 
 class Scheduler:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
 from manifests.entries import ScoredEntry
 from manifests.errors import CorruptError, LostInputError
@@ -67,8 +67,8 @@ class Scorer:
     phase: str = ""
 
     def states(self, windows: Windows, name: str, layers: Layers, kept: Collection[int] = ()) -> States:
-        """Return the stored outputs of a model's last layer, and the stored inputs of the `kept` layers, without those
-        before a layer from which the pass resumed.
+        """Return the stored outputs of a model's last layer, and the stored inputs of the `kept` layers. A resumed pass
+        returns no inputs of the layers before it.
 
         Raises:
             CorruptError: a staged layer or the tokens are damaged.
@@ -98,7 +98,7 @@ class Scorer:
         """Return the loss of a model on each of the first `scored` shards, and the stored outputs of its last layer on
         each of the others. Both pass the layers together. Raises the errors of `states`."""
         model = _Model(self, windows, name, layers)
-        return model.repaired(lambda: model.scores_and_outputs(scored))
+        return model.repaired(lambda: model.end(scored))
 
     def taught(
         self, windows: Windows, name: str, layers: Layers, taught: int
@@ -106,7 +106,8 @@ class Scorer:
         """Return the records of the rows of the first `taught` shards (`Teach`), and the stored outputs of the last
         layer on each of the others. Raises the errors of `states`."""
         model = _Model(self, windows, name, layers)
-        return model.repaired(lambda: model.taught(taught))
+        rows, outputs = model.repaired(lambda: model.end(taught, Teach))
+        return tuple(rows), outputs
 
     def score_coroutine(
         self, windows: Windows, name: str, layers: Layers, dense: Outputs | Fiber[tuple[ArrayRecord, ...]]
@@ -118,7 +119,8 @@ class Scorer:
     def answers(self, questions: Questions, name: str, layers: Layers) -> list[Answers]:
         """Return a model's answers to questions, by shard. Raises the errors of `states`."""
         model = _Model(self, questions, name, layers)
-        return model.repaired(model.answers)
+        answers, _ = model.repaired(lambda: model.end(questions.shards, Answer))
+        return answers
 
     def forget(self, name: str) -> None:
         """Retract the entries of a model, and drop its hidden states."""
@@ -128,23 +130,23 @@ class Scorer:
 
 
 def score_beside_dense(
-    scheduler: Scheduler,
-    scorer: Callable[[Callable[[], bool]], Scorer],
+    scorer: Scorer,
     windows: Windows,
     name: str,
     layers: Layers,
     dense: Outputs | Fiber[tuple[ArrayRecord, ...]],
 ) -> Coroutine[Scored]:
     """Score a model in the background. Several workers score it side by side with the dense one, a single worker
-    afterwards.
+    afterwards. Of two models that are scored side by side, only the dense one commits hidden states.
 
-    `scorer`: returns a scorer, given a function that returns True once the dense model is scored. `dense`: the dense
-    model's outputs, or the fiber that computes them.
+    `dense`: the dense model's outputs, or the fiber that computes them.
     """
-    if isinstance(dense, Fiber) and scheduler.pool.size < 2:
-        yield dense
-    scores = scorer(lambda: not isinstance(dense, Fiber) or dense.done)
-    return (yield from scores.score_coroutine(windows, name, layers, dense))
+    if isinstance(dense, Fiber):
+        if scorer.scheduler.pool.size < 2:
+            yield dense
+        alone = scorer.alone
+        scorer = replace(scorer, alone=lambda: alone() and dense.done)
+    return (yield from scorer.score_coroutine(windows, name, layers, dense))
 
 
 def window_units(
@@ -216,55 +218,37 @@ class _Model:
         assert records is not None
         return States(records, self.inputs)
 
-    def score(self, dense: Outputs | Fiber[tuple[ArrayRecord, ...]]) -> Coroutine[Scored]:
-        """Run all shards through all layers and the head. Return the sum of their scores."""
-        base, records, _ = yield from self._through(())
-        outputs: Outputs = (yield dense) if isinstance(dense, Fiber) else dense
-        scores: list[Scored] = yield self._scores(self.shards, base, records, outputs)
-        return sum(scores, Scored(0.0, 0))
+    def end(
+        self, ending: int, unit: type[Score] = Score, dense: Outputs | Fiber[tuple[ArrayRecord, ...]] = ()
+    ) -> Coroutine[tuple[list[Any], tuple[ArrayRecord, ...]]]:
+        """Run all shards through all layers, and the first `ending` ones through the head, by units of this type.
 
-    def scores_and_outputs(self, scored: int) -> Coroutine[tuple[list[Scored], tuple[ArrayRecord, ...]]]:
-        """Run all shards through all layers, and the first ones through the head. Return the scores of the first
-        shards, in order, and the records of the last layer's outputs of the others."""
-        base, records, outputs = yield from self._through(self.shards[scored:])
-        scores: list[Scored] = yield self._scores(self.shards[:scored], base, records)
-        return scores, outputs
-
-    def answers(self) -> Coroutine[list[Answers]]:
-        """Run all shards through all layers, and answer their questions. Return the answers by shard."""
-        base, records, _ = yield from self._through(())
-        answers: list[Answers] = yield self._scores(self.shards, base, records, unit=Answer)
-        return answers
-
-    def taught(self, taught: int) -> Coroutine[tuple[tuple[ArrayRecord, ...], tuple[ArrayRecord, ...]]]:
-        """Run all shards through all layers. Return the records of the rows of the first ones, and of the last layer's
-        outputs of the others."""
-        base, records, outputs = yield from self._through(self.shards[taught:])
-        rows: list[ArrayRecord] = yield self._scores(self.shards[:taught], base, records, unit=Teach)
-        return tuple(rows), outputs
-
-    def _scores(
-        self,
-        shards: range,
-        base: int,
-        records: Sequence[ArrayRecord] | None,
-        outputs: Outputs = (),
-        unit: type[Score] = Score,
-    ) -> list[Score]:
-        return [
+        Return the results of these units, in shard order, and the records of the last layer's outputs of the others.
+        `dense`: the last outputs of the dense model, from which the divergence is measured, or the fiber that computes
+        them.
+        """
+        base, records, outputs = yield from self._through(self.shards[ending:])
+        compared: Outputs = (yield dense) if isinstance(dense, Fiber) else dense
+        units = [
             unit(
                 self.windows,
                 self.name,
                 len(self.layers),
                 shard,
                 staged=self.layers[-1],
-                dense=outputs[shard] if outputs else None,
+                dense=compared[shard] if compared else None,
                 base=base,
                 base_record=records[shard] if records else None,
                 replay=tuple(self.layers[base:]),
             )
-            for shard in shards
+            for shard in self.shards[:ending]
         ]
+        return (yield units), outputs
+
+    def score(self, dense: Outputs | Fiber[tuple[ArrayRecord, ...]]) -> Coroutine[Scored]:
+        """Score all shards. Return the sum, in shard order."""
+        scores, _ = yield from self.end(len(self.shards), dense=dense)
+        return sum(scores, Scored(0.0, 0))
 
     def _through(
         self, kept: Collection[int], kept_inputs: Collection[int] = ()
@@ -289,12 +273,12 @@ class _Model:
             above = layer + 1
             commits = above < last and above % scorer.every == 0 and scorer.alone()
             store = kept if above == last else self.shards if commits or above in kept_inputs else ()
-            *earlier, ending = scorer.parts(layer, self.layers[layer])
-            for part in earlier:
-                yield window_units(self.windows, self.name, self.layers, layer, part=part, base=base, records=records)
-            results: list[ShardDone] = yield window_units(
-                self.windows, self.name, self.layers, layer, part=ending, store=store, base=base, records=records
-            )
+            parts, results = scorer.parts(layer, self.layers[layer]), list[ShardDone]()
+            for part in parts:
+                results = yield window_units(
+                    self.windows, self.name, self.layers, layer,
+                    part=part, store=store if part == parts[-1] else (), base=base, records=records,
+                )  # fmt: skip
             stored = tuple(result.activation for result in results if result.activation is not None)
             if above in kept_inputs:
                 self.inputs[above] = stored

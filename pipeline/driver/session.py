@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from manifests.entries import GroupReport, LayerEntry
+from manifests.entries import ActivationsEntry, GroupReport, LayerEntry
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, E, FormSpec, LedgerKey, RefinedFigures, StagedRecord
-from pipeline.driver.forward_units import ForwardUnits
+from pipeline.driver.forward_units import ForwardUnits, stored_outputs
 from pipeline.driver.interfaces import Cleaner, Journal
 from pipeline.driver.job_spec import Job, RanksOf, staged_layer
-from pipeline.driver.ledger_keys import curves_key, layer_key
+from pipeline.driver.ledger_keys import activations_key, curves_key, layer_key
 from pipeline.driver.recovery import Repairs, computed_keys
 from pipeline.driver.scheduler import Coroutine, Scheduler
-from pipeline.methods.method import Moment, Task
+from pipeline.methods.method import Task
 from pipeline.methods.registry import layers_of
 from pipeline.units.sums import Summed
-from pipeline.units.units import Lineage, Reduce, ShardDone, Solve, SolveDone, Unit, Write
+from pipeline.units.units import ShardDone, Solve, SolveDone, Unit, Write
 
 
 class Session:
@@ -43,27 +43,18 @@ class Session:
         self.journal.commit(key, record)
         self.repairs.progress()
 
-    def commit_layer(
-        self,
-        layer: int,
-        solved: Sequence[tuple[Solve, SolveDone]],
-        record: StagedRecord,
-        refined: RefinedFigures | None = None,
-    ) -> LayerEntry:
-        """Commit a compressed layer. All walks, and all points of a sweep, commit their layers here."""
-        entry = layer_entry(layer, solved, record, refined)
-        self.enter(layer_key(layer), entry)
-        return entry
+    def commit_layer(self, layer: int, entry: LayerEntry) -> None:
+        """Commit a compressed layer, and report it. All walks commit their layers here."""
+        self.journal.commit(layer_key(layer), entry)
+        self.repairs.progress()
+        self.observer.layer_done("compress", layer, entry.groups)
 
-    def enter_layer(
-        self,
-        layer: int,
-        solved: Sequence[tuple[Solve, SolveDone]],
-        record: StagedRecord,
-        refined: RefinedFigures | None = None,
-    ) -> None:
-        """Commit a compressed layer and report it to the observer."""
-        self.observer.layer_done("compress", layer, self.commit_layer(layer, solved, record, refined).groups)
+    def commit_inputs(self, layer: int, results: Sequence[ShardDone]) -> None:
+        """Commit the stored inputs of a layer of the compressed model, and drop earlier ones. `results`: of all shards
+        at the layer before."""
+        activations = stored_outputs(results)
+        self.enter(activations_key(layer), ActivationsEntry(activations=activations))
+        self.cleaner.retain_activations(activations)
 
     def entry(self, key: LedgerKey[E]) -> E:
         """Read an entry that must exist. Raises CorruptError if it is missing or damaged."""
@@ -110,21 +101,6 @@ class Session:
                 recomputed = yield [producers[place] for place in lost]
                 for place, result in zip(lost, recomputed, strict=True):
                     results[place] = result
-
-    def store_samples(
-        self, lineage: Lineage, layer: int, samples: Sequence[Moment], units: Sequence[Unit], results: list[ShardDone]
-    ) -> Coroutine[dict[str, ArrayRecord]]:
-        """Store the samples of values in the results of the units of all shards, in shard order: key -> record."""
-
-        def reduce_units(results: Sequence[ShardDone]) -> list[Unit]:
-            """Return the units that store the samples."""
-            return [
-                Reduce(lineage, layer, moment, tuple(result.partials[moment] for result in results))
-                for moment in samples
-            ]
-
-        records = yield from self.build_on(results, units, reduce_units)
-        return {moment.key: record for moment, record in zip(samples, records, strict=True)}
 
 
 def solve_units(

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import PurePosixPath
@@ -150,24 +150,17 @@ def open_job(
         )
     plan = plan_of(inputs)
     run_dir, output = RunDirectory(manifest.run_dir), open_storage(manifest.output)
-    with ExitStack() as stack:
-        run_dir.prepare(plan.run_dir_bytes)
-        locks = (stack.enter_context(run_dir.lock), stack.enter_context(claim_output(output)))
-        observer.earlier = read_paces(run_dir.lock.previous_progress.get("paces"))
+    run_dir.prepare(plan.run_dir_bytes)
+    with run_dir.lock as lock, claim_output(output) as output_lock:
+        observer.earlier = read_paces(lock.previous_progress.get("paces"))
         source_files = read_source(inputs, run_dir.ledger)
         watch = watch_source(inputs, source_files, run_dir.ledger)
         output_files = survey_output(output, run_dir.ledger, fresh)
         if fresh or run_dir.ledger.get(COMPLETE) is None:  # otherwise there may be nothing to write
             output_files.replaceable()
-        adaptable = partial(_is_adaptable, manifest, output_files)
-        for possible in (text.held_out is not None, False):
-            chosen = _measuring_layers(inputs, possible)
-            fingerprint = job_fingerprint(chosen, text.samples, source_files)
-            fingerprint_check = run_dir.check_fingerprint(fingerprint, fresh, adaptable, BEFORE_WORK)
-            if fingerprint_check.kind != "adapted" or f"manifest.{MEASURE_LAYERS}" not in fingerprint_check.differing:
-                break  # otherwise the directory's job was begun without measured layers
+        inputs, fingerprint_check = _compare_run_dir(inputs, text, source_files, run_dir, output_files, fresh)
         job = JobContext(
-            chosen, *text, source_files, run_dir, locks, output_files, plan, observer, stop, started,
+            inputs, *text, source_files, run_dir, (lock, output_lock), output_files, plan, observer, stop, started,
             fingerprint_check, watch, in_process=in_process,
         )  # fmt: skip
         if fingerprint_check.kind in ("same", "adapted"):
@@ -180,9 +173,27 @@ def open_job(
         yield job
 
 
-def _measuring_layers(inputs: Inputs, possible: bool) -> Inputs:
-    """Return the inputs with a value in place of `budget.measure_layers: null`, as `measuring_layers`."""
-    return replace(inputs, manifest=measuring_layers(inputs.planned, possible=possible))
+def _compare_run_dir(
+    inputs: Inputs,
+    text: JobText,
+    source_files: Mapping[str, SourceFile],
+    run_dir: RunDirectory,
+    output_files: OutputFiles,
+    fresh: bool,
+) -> tuple[Inputs, FingerprintCheck]:
+    """Compare the job with that of the run directory. Return the inputs with a value in place of
+    `budget.measure_layers: null`, and the result.
+
+    Layers are measured if there is held-out text, unless the job of the run directory was begun without.
+    """
+    adaptable = partial(_is_adaptable, inputs.manifest, output_files)
+    for possible in (text.held_out is not None, False):
+        chosen = replace(inputs, manifest=measuring_layers(inputs.planned, possible=possible))
+        fingerprint = job_fingerprint(chosen, text.samples, source_files)
+        check = run_dir.check_fingerprint(fingerprint, fresh, adaptable, BEFORE_WORK)
+        if check.kind != "adapted" or f"manifest.{MEASURE_LAYERS}" not in check.differing:
+            break
+    return chosen, check
 
 
 def with_samples(manifest: Manifest, samples: int) -> Manifest:

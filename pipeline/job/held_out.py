@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from functools import partial
 
 import torch
 
@@ -67,8 +66,8 @@ def scoring_held_out(
         return None
     windows, outputs = _stored(job, workers.always)
     dense = outputs or scheduler.spawn_background(_scoring_dense(workers, job, scheduler, windows))
-    scorer = partial(workers.scorer, job, scheduler)
-    return _entry((yield from score_beside_dense(scheduler, scorer, windows, COMPRESSED, layers, dense)))
+    scorer = workers.scorer(job, scheduler)
+    return _entry((yield from score_beside_dense(scorer, windows, COMPRESSED, layers, dense)))
 
 
 def _scoring_dense(

@@ -40,8 +40,8 @@ def missing_scores(job: JobContext) -> list[str]:
     return texts + [str(key) for key in _task_score_keys(job, seal) if job.ledger.get(key) is None]
 
 
-def score_output(job: JobContext, seal: str) -> None:
-    """Measure and enter the missing scores.
+def score_output(job: JobContext, seal: str) -> dict[str, Any]:
+    """Measure and enter the missing scores of OUTPUT, loaded as a user loads it. Return all, as `scores`.
 
     Raises:
         InputError: as `score_dense_first`.
@@ -52,8 +52,10 @@ def score_output(job: JobContext, seal: str) -> None:
     for task_key, model in _task_score_keys(job, seal).items():
         if job.ledger.get(task_key) is None:
             _score_tasks(job, task_key, model, seal)
-    for warning in damage_warnings({"evaluation": scores(job, seal)}):
+    entered = scores(job, seal)
+    for warning in damage_warnings({"evaluation": entered}):
         job.observer.say(warning, logging.WARNING)
+    return entered
 
 
 def score_dense_first(job: JobContext) -> None:

@@ -1,4 +1,4 @@
-"""Runs a job to its end, for the commands `run` and `heal`. Slow imports come only when the arguments are checked."""
+"""Runs a job from its manifest to its summary, for the commands `run` and `heal`."""
 
 from __future__ import annotations
 
@@ -36,11 +36,32 @@ def run_job(
     if in_process:
         check_in_process(address, manifest.workers.max)
     prepare_process()  # for callers from Python
-    with quick_imports():
-        from pipeline.job import stages
+    with quick_imports():  # slow, and therefore only when the arguments are checked
+        from pipeline.checkpoint.compression_record import SEAL
+        from pipeline.job.context import begin, check_output, open_job
+        from pipeline.job.healing import check_healing, heal_layers, healing_due
+        from pipeline.job.output_scores import missing_scores, score_output
+        from pipeline.job.run_record import recorded
+        from pipeline.job.sizing import compress_to_budget
+        from pipeline.job.stages import assemble_output, finish, finished_summary, heartbeat, join_cluster, score_again
 
-    with stages.open_job(manifest, fresh=fresh, stop=stop, quiet=quiet, in_process=in_process) as job:
-        return stages.run_to_end(job, address, connect_timeout_s)
+    with open_job(manifest, fresh=fresh, stop=stop, quiet=quiet, in_process=in_process) as job:
+        check_healing(job)
+        summary, faults = finished_summary(job)
+        finished = summary is not None and not faults and not healing_due(job)
+        if summary and finished and not missing_scores(job):
+            return summary
+        with job.observer, recorded(job), heartbeat(job) as beats:
+            check_output(job, faults, finished)
+            join_cluster(job, address, connect_timeout_s)
+            begin(job, finished)
+            if summary and finished:
+                return score_again(job, summary)
+            job, effort = compress_to_budget(job, beats)
+            job = heal_layers(job, beats)
+            compression = assemble_output(job)
+            scores = score_output(job, compression[SEAL])
+            return finish(job, effort, compression, scores)
 
 
 def run_and_print(arguments: Any, read: Callable[[Any], Manifest], fresh: bool = False) -> int:

@@ -1,4 +1,4 @@
-"""The stages of a job, in the order in which `pipeline.run` calls them."""
+"""The first and the last stages of a job: its cluster, its heartbeat; its OUTPUT, its summary."""
 
 from __future__ import annotations
 
@@ -7,44 +7,21 @@ from typing import Any
 
 from manifests.entries import CompleteEntry
 from manifests.importing import quick_imports
+from pipeline.checkpoint.assembling import Assembler
 from pipeline.checkpoint.compression_record import SEAL, quick_faults
 from pipeline.checkpoint.listing import companion_faults
-from pipeline.console.signals import deferred_signals
+from pipeline.checkpoint.output_directory import claim_files, survey_output
+from pipeline.console.signals import deferred_signals, interrupt_on_signals
 from pipeline.cost_model.remarks import source_remarks
 from pipeline.driver.ledger_keys import COMPLETE, HELD_OUT_SCORE, REUSED, SAMPLES, TEXTS, TRIED_SIZE
 from pipeline.evaluation.losses import all_warnings
-from pipeline.job.context import JobContext, begin, check_output, open_job
-from pipeline.job.healing import check_healing, heal_layers, healing_due
+from pipeline.job.context import JobContext
 from pipeline.job.heartbeat import Heartbeat
-from pipeline.job.output_scores import missing_scores, score_output, scores
+from pipeline.job.output_scores import score_output, scores
 from pipeline.job.prediction import prediction_of, tries_of
-from pipeline.job.run_record import recorded
-from pipeline.job.sizing import compress_to_budget
-from pipeline.job.worker_session import Effort, assemble_output
+from pipeline.job.worker_session import Effort
 from workers.in_process_pool import check_device
 from workers.memory import peak_bytes
-
-__all__ = ["finish", "finished_summary", "heartbeat", "open_job", "recorded", "run_to_end"]
-
-
-def run_to_end(job: JobContext, address: str | None, connect_timeout_s: float) -> dict[str, Any]:
-    """Do the remaining work of a job. Return its summary. Raises the errors of `pipeline.job.running.run_job`."""
-    check_healing(job)
-    summary, faults = finished_summary(job)
-    finished = summary is not None and not faults and not healing_due(job)
-    if summary and finished and not missing_scores(job):
-        return summary
-    with job.observer, recorded(job), heartbeat(job) as beats:
-        check_output(job, faults, finished)
-        join_cluster(job, address, connect_timeout_s)
-        begin(job, finished)
-        if summary and finished:
-            return score_again(job, summary)
-        job, effort = compress_to_budget(job, beats)
-        job = heal_layers(job, beats)
-        compression = assemble_output(job)
-        scores = evaluate_output(job, compression)
-        return finish(job, effort, compression, scores)
 
 
 def heartbeat(job: JobContext) -> Heartbeat:
@@ -81,12 +58,30 @@ def finished_summary(job: JobContext) -> tuple[dict[str, Any] | None, list[str]]
     return warned(summary), faults
 
 
+def assemble_output(job: JobContext) -> dict[str, Any]:
+    """Assemble OUTPUT, the index last. Return the compression record. Raises InputError when files of others have
+    appeared there."""
+
+    def guard() -> None:
+        """Raise LaminaError if the lock is lost or the source has changed."""
+        job.run_dir.lock.check()
+        job.watch.check_all()
+
+    interrupt_on_signals(job.stop)
+    job.observer.stage("assemble")
+    assembler = Assembler(job.inputs, job.ledger, job.run_dir.storage, job.source_files, guard)
+    replaceable = survey_output(assembler.output, job.ledger).replaceable()  # it may be hours since the job began
+    layers = [entry.staged for key in job.ledger.keys("layer/") if (entry := job.ledger.get(key))]
+    claim_files(job.ledger, assembler.output, assembler.names() | replaceable, layers)
+    return assembler.run(replaceable)
+
+
 def score_again(job: JobContext, summary: Mapping[str, Any]) -> dict[str, Any]:
     """Measure the missing scores of a finished job. Return the summary with all scores."""
     complete = job.ledger.get(COMPLETE)
     assert complete is not None
     job.observer.say(f"{job.manifest.output}: finished before; only scores are missing")
-    evaluation = _evaluate(job, complete.contract_sha256)
+    evaluation = score_output(job, complete.contract_sha256)
     job.observer.stage(None)
     entered = warned({**complete.summary, "evaluation": evaluation})
     job.ledger.commit(COMPLETE, complete.model_copy(update={"summary": entered}))
@@ -96,16 +91,6 @@ def score_again(job: JobContext, summary: Mapping[str, Any]) -> dict[str, Any]:
 def warned(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return the summary with its `warnings`."""
     return {**summary, "warnings": all_warnings(summary)}
-
-
-def evaluate_output(job: JobContext, compression: Mapping[str, Any]) -> dict[str, Any]:
-    """Score OUTPUT, loaded as a user loads it. Return kind of score -> figures."""
-    return _evaluate(job, compression[SEAL])
-
-
-def _evaluate(job: JobContext, seal: str) -> dict[str, Any]:
-    score_output(job, seal)
-    return scores(job, seal)
 
 
 def finish(

@@ -1,31 +1,28 @@
-"""The stages that compute: the workers compress the layers, and OUTPUT is assembled from them."""
+"""The workers of a job: what they start with, and how they compress its layers."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from manifests.entries import ComparedEntry, TokensEntry
 from manifests.errors import CorruptError
 from manifests.importing import quick_imports
-from manifests.records import ArrayRecord, ComparedFigures, Origin, StagedLayer, StagedRecord
-from pipeline.checkpoint.assembling import Assembler
+from manifests.records import ArrayRecord, ComparedFigures, Origin, StagedLayer
 from pipeline.checkpoint.decoding_cost import count_dense
 from pipeline.checkpoint.layer_checks import LayerChecks
-from pipeline.checkpoint.output_directory import claim_files, survey_output
-from pipeline.console.signals import catch_signals, interrupt_on_signals, interrupting
+from pipeline.console.signals import catch_signals, interrupting
 from pipeline.cost_model.rates import known_rates
 from pipeline.driver.comparing import compare_layers
 from pipeline.driver.driver import Driver
 from pipeline.driver.interfaces import BusyPool, Journal
 from pipeline.driver.job_spec import Job, LayersEntered, layer_parts
-from pipeline.driver.ledger_keys import COMPARED, HARDWARE, HEALED, HELD_OUT, SCORED, TEACHER, TOKENS
+from pipeline.driver.ledger_keys import COMPARED, HARDWARE, HELD_OUT, SCORED, TEACHER, TOKENS
 from pipeline.driver.recovery import REPAIRS
 from pipeline.driver.scheduler import Coroutine, Scheduler
 from pipeline.driver.scoring import Scorer
@@ -35,12 +32,10 @@ from pipeline.job.commits import commit_interval
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.remaining_phases import job_eta
+from pipeline.job.store_cleaner import StoreCleaner, staged_layers
 from pipeline.reporting.unit_log import units_logged
-from stores.activations import ActivationStore
 from stores.background import Background
-from stores.ledger import Ledger, LedgerView
-from stores.run_directory import RunDirectory
-from stores.statistics import StatisticsStore
+from stores.ledger import Ledger
 from stores.storage import open_storage
 from workers.config import WorkerConfig
 from workers.memory import TRAINING_KERNELS, bound_kernel_caches
@@ -48,8 +43,6 @@ from workers.pools import worker_pool
 
 T = TypeVar("T")
 Scoring = Callable[[JobContext, Scheduler, LayersEntered], Coroutine[T]]  # scores layers while others are compressed
-LAYER = re.compile(r"(^|/)layer/\d+$")  # of the job, or of a point of a sweep
-ENDED_HEALING = re.compile(rf"(^|/){HEALED}$")
 
 
 @dataclass(frozen=True)
@@ -58,58 +51,6 @@ class Effort:
 
     units: dict[str, list[float]]
     peak_bytes: dict[str, int]
-
-
-class StoreCleaner:
-    """Drops arrays of a run directory in a thread of their own, except those in `always`.
-
-    The first call also searches the store for arrays that no entry names, such as those of a dead worker. So does each
-    call that retains nothing. They do not search if other workers may be writing there.
-    """
-
-    def __init__(
-        self,
-        run_dir: RunDirectory,
-        always: list[ArrayRecord],
-        dropping: Background,
-        alone: Callable[[], bool] = lambda: True,
-    ) -> None:
-        """`dropping`: the thread that drops arrays. `alone`: returns True if no other fiber writes hidden states."""
-        self.run_dir = run_dir
-        self.dropping = dropping
-        self.alone = alone
-        self.activations: ActivationStore = run_dir.activations
-        self.statistics: StatisticsStore = run_dir.statistics
-        self.always = always
-        self._retained: dict[Any, dict[str, ArrayRecord]] = {}  # store -> path -> record
-
-    def retain_activations(self, records: tuple[ArrayRecord, ...]) -> None:
-        """Drop all stored hidden states but these."""
-        self._retain(self.activations, records, self.always)
-
-    def drop_activations(self, records: tuple[ArrayRecord, ...]) -> None:
-        """Drop these stored hidden states, which no entry names."""
-        self.dropping.submit(self.activations.drop, *records)
-
-    def retain_statistics(self, records: tuple[ArrayRecord, ...]) -> None:
-        """Drop all stored moments but these."""
-        self._retain(self.statistics, records, [])
-
-    def _retain(
-        self, store: ActivationStore | StatisticsStore, records: tuple[ArrayRecord, ...], always: list[ArrayRecord]
-    ) -> None:
-        live = {record.path: record for record in (*records, *always)}
-        before = self._retained.get(store)
-        if (before is None or not records) and (store is self.statistics or self.alone()):
-            self.dropping.finish()
-            store.sweep(live.values())
-        elif dropped := [record for path, record in (before or {}).items() if path not in live]:
-            self.dropping.submit(store.drop, *dropped)
-        self._retained[store] = live
-
-    def retain_staged(self, records: tuple[StagedRecord, ...]) -> None:
-        """Drop all staged layers but these and those that an entry names, also of another point of a sweep."""
-        self.run_dir.sweep_staged((*records, *staged_layers(_whole(self.run_dir.ledger))))
 
 
 class JobWorkers:
@@ -132,22 +73,20 @@ class JobWorkers:
         """The work done so far."""
         return Effort(self.pool.seconds, dict(self.pool.peak_bytes))
 
-    def scorer(
-        self, job: JobContext, scheduler: Scheduler | None = None, first: Callable[[], bool] = lambda: True
-    ) -> Scorer:
+    def scorer(self, job: JobContext, scheduler: Scheduler | None = None) -> Scorer:
         """Return a scorer of models. With `scheduler`, it scores in background fibers, and commits hidden states only
-        while no other fibers run. `first`: of the models that are scored side by side, only one may commit; returns
-        True once it is this one's turn."""
+        while no other fibers run."""
         runs, geometry = scheduler or Scheduler(self.pool, job.observer), job.inputs.geometry
         cleaner = StoreCleaner(job.run_dir, self.always, self.dropping, lambda: scheduler is None)
-        alone = (lambda: runs.alone and first()) if scheduler else first
         experts = tuple(layer.num_experts for layer in geometry.layers)
         parts = partial(layer_parts, experts, job.manifest.workers.experts)
-        return Scorer(runs, job.ledger, cleaner, geometry.num_layers, self.every, alone, parts)
+        return Scorer(
+            runs, job.ledger, cleaner, geometry.num_layers, self.every, lambda: scheduler is None or runs.alone, parts
+        )
 
     def prepare(self, job: JobContext, work: Job | None = None) -> None:
         """Enter everything that ranks depend on. `work`: a part of the job."""
-        self.driver(job, work).prepare()
+        self.driver(job, work).run(until_ranks=True)
 
     def compress(self, job: JobContext, *, compared: bool = True, scoring: Scoring[T] | None = None) -> T | None:
         """Stage every claimed layer and enter it in the ledger; a damaged staged layer is compressed again.
@@ -274,24 +213,6 @@ def job_workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[JobWorkers]:
         yield JobWorkers(pool, always, commit_interval(job, pool.hardware), dropping)
 
 
-def assemble_output(job: JobContext) -> dict[str, Any]:
-    """Assemble OUTPUT, the index last. Return the compression record. Raises InputError when files of others have
-    appeared there."""
-
-    def guard() -> None:
-        """Raise LaminaError if the lock is lost or the source has changed."""
-        job.run_dir.lock.check()
-        job.watch.check_all()
-
-    interrupt_on_signals(job.stop)
-    job.observer.stage("assemble")
-    assembler = Assembler(job.inputs, job.ledger, job.run_dir.storage, job.source_files, guard)
-    replaceable = survey_output(assembler.output, job.ledger).replaceable()  # it may be hours since the job began
-    layers = [entry.staged for key in job.ledger.keys("layer/") if (entry := job.ledger.get(key))]
-    claim_files(job.ledger, assembler.output, assembler.names() | replaceable, layers)
-    return assembler.run(replaceable)
-
-
 def worker_config(job: JobContext, tokens: ArrayRecord | None) -> WorkerConfig:
     """Return the settings of the job's workers."""
     manifest, calibration = job.manifest, job.manifest.calibration
@@ -345,23 +266,8 @@ def _stored_tokens(job: JobContext) -> ArrayRecord | None:
 def _sweep(job: JobContext) -> None:
     """Remove files that an interruption left without an entry. The driver sweeps hidden states and moments."""
     job.ledger.sweep()
-    job.run_dir.sweep_staged(staged_layers(_whole(job.ledger)))
+    job.run_dir.sweep_staged(staged_layers(job.ledger))
     sweep_scratch(job.run_dir.storage)
-
-
-def staged_layers(ledger: Ledger) -> tuple[StagedRecord, ...]:
-    """Return the staged layers that entries name, solved and healed ones, of a job or of all points of a sweep."""
-    keys = ledger.keys()
-    solved = tuple(entry.staged for key in keys if LAYER.search(key) and (entry := ledger.get(key)))
-    healings = (ledger.get(key) for key in keys if ENDED_HEALING.search(key))
-    return (*solved, *(staged for healed in healings if healed for staged in healed.layers.values()))
-
-
-def _whole(ledger: Ledger) -> Ledger:
-    """Return the ledger of the run directory that a view shows a part of."""
-    while isinstance(ledger, LedgerView):
-        ledger = ledger.whole
-    return ledger
 
 
 def teacher_arrays(ledger: Ledger) -> list[ArrayRecord]:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from manifests.errors import Interrupted, LaminaError
-from manifests.records import StagedRecord
 from pipeline.driver.driver import Driver
 from pipeline.driver.job_spec import RanksOf, staged_layer
-from pipeline.driver.layer_solving import LayerSolves, solve_layers
-from pipeline.driver.session import write_unit
+from pipeline.driver.layer_solving import LayerQueue, LayerSolves, SolvedLayer
+from pipeline.driver.ledger_keys import layer_key
+from pipeline.driver.scheduler import Coroutine
+from pipeline.driver.session import layer_entry, write_unit
 from pipeline.job.worker_session import JobWorkers
 from pipeline.methods.registry import layers_of
 from pipeline.sweeping.points import SweptPoint
 from pipeline.sweeping.sweep_context import SweepContext
-from pipeline.units.units import SizesSolved, Solve, SolveDone, SolveSizes, Write
+from pipeline.units.units import SizesSolved, Solve, SolveSizes, Write
 
 
 def stage_together(sweep: SweepContext, points: Sequence[SweptPoint], workers: JobWorkers) -> None:
@@ -47,15 +47,24 @@ class _JointSolving:
     def run(self) -> None:
         ranks: list[RanksOf] = []
         for driver in self.drivers:  # the first computes the curves, which all share
-            driver.prepare()
+            driver.run(until_ranks=True)
             ranks.append(driver.choose_ranks())
         first = self.drivers[0]
         layers = layers_of(first.job.tasks)
         if pending := [layer for layer in layers if self._missing(layer)]:
             first.observer.phase("compress", len(pending), len(first.job.tasks) // len(layers))
-            first.session.scheduler.run(
-                solve_layers(first.session, pending, lambda layer: self._solves(layer, ranks), lambda _: None)
-            )
+            first.session.scheduler.run(self._solve(pending, ranks))
+
+    def _solve(self, layers: Sequence[int], ranks: Sequence[RanksOf]) -> Coroutine[None]:
+        """Solve some layers, and enter each at all points that lack it."""
+        first = self.drivers[0]
+        queue = LayerQueue(first.session, layers, lambda layer: self._solves(layer, ranks))
+        while queue.remaining:
+            layer, units, solutions, records = yield from queue.next_written()
+            missing = self._missing(layer)
+            for index, solved, record in zip(missing, _by_point(units, solutions), records, strict=True):
+                self.drivers[index].session.enter(layer_key(layer), layer_entry(layer, solved, record))
+            first.observer.layer_done("compress", layer, {})
 
     def _missing(self, layer: int) -> list[int]:
         """Return the indices of the points that lack a layer."""
@@ -76,23 +85,19 @@ class _JointSolving:
             if task.layer == layer
         ]
 
-        def by_point(solutions: list[SizesSolved]) -> list[list[tuple[Solve, SolveDone]]]:
-            """Return the solves of each point, as if it had been solved alone."""
-            return [
-                [
-                    (Solve(unit.task, unit.sizes[place], unit.statistics), solution.sizes[place])
-                    for unit, solution in zip(units, solutions, strict=True)
-                ]
-                for place in range(len(missing))
-            ]
+        def writes(solutions: list[SizesSolved]) -> list[Write]:
+            solved = zip(missing, _by_point(units, solutions), strict=True)
+            return [write_unit(layer, groups, self.points[index].digest) for index, groups in solved]
 
-        def writes(solutions: list[Any]) -> list[Write]:
-            solved = zip(missing, by_point(solutions), strict=True)
-            return [write_unit(layer, parts, self.points[index].digest) for index, parts in solved]
+        return LayerSolves(units, writes)
 
-        def enter(solutions: list[Any], records: list[StagedRecord]) -> None:
-            for index, parts, record in zip(missing, by_point(solutions), records, strict=True):
-                self.drivers[index].session.commit_layer(layer, parts, record)
-            first.observer.layer_done("compress", layer, {})
 
-        return LayerSolves(units, writes, enter)
+def _by_point(units: Sequence[SolveSizes], solutions: Sequence[SizesSolved]) -> list[SolvedLayer]:
+    """Return the groups of a layer at each point, as if it had been solved alone."""
+    return [
+        [
+            (Solve(unit.task, unit.sizes[place], unit.statistics), solution.sizes[place])
+            for unit, solution in zip(units, solutions, strict=True)
+        ]
+        for place in range(len(units[0].sizes))
+    ]

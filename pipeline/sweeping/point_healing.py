@@ -19,7 +19,9 @@ from pipeline.job.context import JobContext
 from pipeline.job.healing import healed_job, train_layers
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.held_out import score_held_out
-from pipeline.job.worker_session import JobWorkers, StoreCleaner, assemble_output, job_workers
+from pipeline.job.stages import assemble_output
+from pipeline.job.store_cleaner import StoreCleaner
+from pipeline.job.worker_session import JobWorkers, job_workers
 from pipeline.sweeping.point_solving import (
     COMPRESSED,
     expect_phases,

@@ -31,9 +31,11 @@ from pipeline.job.ledger_entries import check_entries
 from pipeline.job.output_scores import dense_score_key, score_entry
 from pipeline.job.prediction import predicted_at_ranks
 from pipeline.job.sizing import compress_and_score
+from pipeline.job.stages import assemble_output
+from pipeline.job.store_cleaner import StoreCleaner
 from pipeline.job.teacher import enter_teacher, forget_other_teacher
 from pipeline.job.texts import check_texts
-from pipeline.job.worker_session import JobWorkers, StoreCleaner, assemble_output, job_workers
+from pipeline.job.worker_session import JobWorkers, job_workers
 from pipeline.sweeping.joint_solving import stage_together
 from pipeline.sweeping.point_pool import PointPool
 from pipeline.sweeping.point_tasks import PointTasks

@@ -13,7 +13,7 @@ from manifests.records import ArrayRecord
 from pipeline.driver.driver import Driver
 from pipeline.driver.job_spec import LayersEntered
 from pipeline.driver.scheduler import NOTHING_DUE, Coroutine, Scheduler, batch
-from pipeline.driver.scoring import Scorer
+from pipeline.driver.scoring import Scorer, score_beside_dense
 from pipeline.methods.method import Task
 from pipeline.methods.registry import layers_of
 from pipeline.units.scores import Scored, WindowForward, Windows
@@ -209,12 +209,12 @@ def compressed_and_scored(name: str, world: World, aside: bool, order: str | int
     runs = Scheduler(SimulatedPool(world, order, size=3), recorder)
     entered = LayersEntered(journal, job.num_layers, layers_of(job.tasks))  # type: ignore[arg-type]
 
-    def scorer(first: Callable[[], bool]) -> Scorer:
+    def scorer() -> Scorer:
         mine, layers = Careful(world, always, lambda: False), job.num_layers
-        return Scorer(runs, journal, mine, layers, job.every, lambda: runs.alone and first())
+        return Scorer(runs, journal, mine, layers, job.every, lambda: runs.alone)
 
     def scoring_dense() -> Coroutine[Any]:
-        mine = scorer(lambda: True)
+        mine = scorer()
         outputs = (yield from mine.states_coroutine(held, "dense", [None] * job.num_layers)).outputs
         always.extend(outputs)
         mine.forget("dense")
@@ -222,8 +222,8 @@ def compressed_and_scored(name: str, world: World, aside: bool, order: str | int
 
     def scoring() -> Coroutine[Scored]:
         dense = runs.spawn_background(scoring_dense())
-        mine = scorer(lambda: dense.done)
-        scored = yield from mine.score_coroutine(held, "made", entered, dense)
+        mine = scorer()
+        scored = yield from score_beside_dense(mine, held, "made", entered, dense)
         mine.forget("made")
         return scored
 

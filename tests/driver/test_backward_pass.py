@@ -186,7 +186,7 @@ def test_curves_alone_are_taken_without_ranks() -> None:
     job, world = make_gradient_job(ALL), World()
     pool = SimulatedPool(world)
     pool.fail_on["predict/2/0/loss-mlp"] = LostInputError("gone with its worker")
-    Driver(job, Scheduler(pool, Recorder(world)), MemoryJournal(world), WorldCleaner(world)).prepare()
+    Driver(job, Scheduler(pool, Recorder(world)), MemoryJournal(world), WorldCleaner(world)).run(until_ranks=True)
     assert {key.partition("/")[0] for key in commits(world)} == {"dense", "gradient", "curves"}
     assert [reason for reason, _ in world.repairs] == ["gone with its worker"]
     world.done.clear()

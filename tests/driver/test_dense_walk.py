@@ -57,7 +57,7 @@ def compressed(world: World) -> dict[str, Any]:
 def one_after_another(job: Job) -> dict[str, Any]:
     """The layers as they are when all statistics are stored before the first is solved."""
     world = World()
-    driver(replace(job, keep_statistics=True), world).prepare()
+    driver(replace(job, keep_statistics=True), world).run(until_ranks=True)
     assert not [unit for unit in world.done if isinstance(unit, Solve)]
     run(replace(job, keep_statistics=True), world)
     assert not [unit for unit in solves(world) if any(isinstance(found, Summed) for found in unit.statistics.values())]
@@ -168,7 +168,7 @@ def test_a_run_that_took_all_statistics_first_is_gone_on_with(name: str) -> None
     """As an earlier version left it, at any moment, with or without the rest of its statistics."""
     job, left = JOBS[name](), list[World]()
     expected, _ = run(job)
-    driver(job, World(left=left)).prepare()
+    driver(job, World(left=left)).run(until_ranks=True)
     for number, world in enumerate(left):
         run(job, world, SimulatedPool(world, size=3))
         assert compressed(world) == compressed(expected), f"killed at {number}"

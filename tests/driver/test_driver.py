@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,6 +37,39 @@ from tests.driver.simulation import (
     make_tasks,
     run,
 )
+
+# How deep -------------------------------------------------------------------------------------------------------------
+
+
+class CallChains(MemoryJournal):
+    """Records the calls that lead from the driver to the commit of each layer, without the scheduler's own."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.chains: list[list[str]] = []
+
+    def commit(self, key: Any, record: Any) -> None:
+        super().commit(key, record)
+        if key.startswith("layer/"):
+            frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
+            chain = [frame.f_code.co_qualname for frame in reversed(frames)]
+            begin = chain.index("Driver.run")
+            self.chains.append([name for name in chain[begin:] if not name.startswith("Scheduler.")])
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_layer_is_committed_by_its_walk(name: str) -> None:
+    """docs/architecture.md#from-the-command-to-the-ledger. One helper at most stands between a walk and the commit."""
+    world, job = World(), JOBS[name]()
+    journal = CallChains(world)
+    Driver(job, Scheduler(SimulatedPool(world), Recorder(world)), journal, WorldCleaner(world)).run()
+    assert len(journal.chains) == len({task.layer for task in job.tasks})
+    for chain in journal.chains:
+        assert chain[:2] == ["Driver.run", "Driver._run_phases"]
+        assert chain[2] == "Driver._solve_all" or chain[2].endswith("Walk.run")
+        assert chain[-1] == "Session.commit_layer"
+        assert len(chain) <= 5
+
 
 # What is done ---------------------------------------------------------------------------------------------------------
 

@@ -39,8 +39,6 @@ def test_every_shard_starts_from_its_own_record() -> None:
     assert [(unit.shard, unit.base, unit.base_record) for unit in units] == [
         (shard, 1, RECORDS[shard]) for shard in range(3)
     ]
-    some = forwards.units("compressed", 3, None, (), 1, shards=[2, 0])
-    assert [(unit.shard, unit.base_record) for unit in some] == [(2, RECORDS[2]), (0, RECORDS[0])]
 
 
 def test_the_embeddings_have_no_record() -> None:
@@ -62,13 +60,16 @@ def test_layers_between_the_records_and_the_layer_are_replayed(lineage: Any) -> 
 
 def test_a_pass_for_importance_has_the_records_of_its_shards() -> None:
     """An entry of fewer records than shards is of the shards on which importance is measured."""
-    forwards, journal = units_of(importance_shards=(0, 2))
+    forwards, journal = units_of(importance_shards=(0, 2), propagate="compressed")
     journal.commit(dense_key(0), DenseEntry(cosine=(), statistics={}, activations=(RECORDS[0], RECORDS[1])))
-    units = forwards.units("dense", 1, None, (), 1, cosine=True, shards=[0, 2])
-    assert [unit.base_record for unit in units] == [RECORDS[0], RECORDS[1]]
-    every = forwards.units("dense", 1, None, (), 0, cosine=True)
-    assert [unit.cosine for unit in every] == [True, False, True]
-    assert not any(unit.cosine for unit in forwards.units("dense", 1, None, (), 0))
+    units = forwards.units("dense", 1, None, (), 1)
+    assert [(unit.shard, unit.base_record) for unit in units] == [(0, RECORDS[0]), (2, RECORDS[1])]
+
+
+def test_cosines_are_summed_on_the_shards_for_importance_by_the_dense_pass_alone() -> None:
+    forwards, _ = units_of(importance_shards=(0, 2), propagate="dense")
+    assert [unit.cosine for unit in forwards.units("dense", 1, None, (), 0)] == [True, False, True]
+    assert not any(unit.cosine for unit in forwards.units("compressed", 1, None, (), 0))
 
 
 def test_inputs_are_kept_for_the_backward_pass_alone() -> None:

@@ -11,28 +11,37 @@ import pytest
 from pipeline.driver import in_flight
 from pipeline.driver.in_flight import AHEAD, LayersInFlight
 from pipeline.methods.method import Moment
+from pipeline.units.units import ShardDone
 
 MOMENTS = (Moment("mlp.in"),)
 
 
-class ScriptedReductions:
+class ScriptedPass:
     """Notes its calls; every coroutine ends at once."""
 
-    def __init__(self, session: Any) -> None:
-        self.events: list[Any] = session.events
+    def __init__(self, events: list[Any], units: int) -> None:
+        self.events = events
+        self.units = units
+        self.done = [ShardDone({}, None, None, tokens=units)]
 
-    def choose(self, moments: Any, units: Any) -> str:
-        return "grids"
-
-    def run(self, moments: Any, units: Any, grids: Any) -> Generator[Any, Any, str]:
-        assert grids == "grids"
-        self.events.append(("run", units))
+    def collected(self) -> Generator[Any, Any, None]:
+        self.events.append(("collected", f"sums of {self.units}"))
         yield from ()
-        return f"sums of {units}"
 
-    def collected(self, result: str) -> Generator[Any, Any, None]:
-        self.events.append(("collected", result))
+    def stored(self) -> Generator[Any, Any, dict[str, str]]:
         yield from ()
+        return {f"moment {self.units}": f"record {self.units}"}
+
+
+def choose_grids(session: Any, moments: Any, units: Any) -> str:
+    return "grids"
+
+
+def run_layer(session: Any, moments: Any, units: Any, grids: Any) -> Generator[Any, Any, ScriptedPass]:
+    assert grids == "grids"
+    session.events.append(("run", units))
+    yield from ()
+    return ScriptedPass(session.events, units)
 
 
 def finish(coroutine: Generator[Any, Any, Any]) -> None:
@@ -45,18 +54,21 @@ def finish(coroutine: Generator[Any, Any, Any]) -> None:
         return
 
 
+def session_of(workers: int, events: list[Any]) -> Any:
+    cleaner = SimpleNamespace(retain_activations=lambda needed: events.append(("retain", needed)))
+    return SimpleNamespace(events=events, cleaner=cleaner, pool=SimpleNamespace(size=workers))
+
+
 def events_of(workers: int, layers: int, *, stores: bool, moments: tuple[Moment, ...] = MOMENTS) -> list[Any]:
     """Return the events of a pass through some layers."""
     events: list[Any] = []
-    cleaner = SimpleNamespace(retain_activations=lambda needed: events.append(("retain", needed)))
 
-    def enter(layer: int, result: Any) -> Generator[Any, Any, list[str]]:
+    def enter(layer: int, done: Any, statistics: Any) -> list[str]:
         events.append(("enter", layer))
-        yield from ()
+        assert statistics == {f"moment {layer}": f"record {layer}"}
         return [f"states of {layer}"]
 
-    session: Any = SimpleNamespace(events=events, cleaner=cleaner, pool=SimpleNamespace(size=workers))
-    flight = LayersInFlight(session, enter)  # type: ignore[arg-type]
+    flight = LayersInFlight(session_of(workers, events), enter)  # type: ignore[arg-type]
     for layer in range(layers):
         finish(flight.run(layer, moments, lambda layer=layer: layer, stores=stores))  # type: ignore[misc]
     finish(flight.finish())
@@ -65,7 +77,8 @@ def events_of(workers: int, layers: int, *, stores: bool, moments: tuple[Moment,
 
 @pytest.fixture(autouse=True)
 def _scripted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_flight, "Reductions", ScriptedReductions)
+    monkeypatch.setattr(in_flight, "choose_grids", choose_grids)
+    monkeypatch.setattr(in_flight, "run_layer", run_layer)
 
 
 @pytest.mark.parametrize("stores", [True, False])
@@ -94,3 +107,16 @@ def test_others_wait_for_as_many_layers_as_workers_allow() -> None:
 def test_without_moments_nothing_is_in_flight() -> None:
     events = events_of(3 * AHEAD, 2, stores=False, moments=())
     assert events.index(("enter", 0)) < events.index(("run", 1))
+
+
+def test_a_layer_is_entered_once_with_the_moments_of_all_its_parts() -> None:
+    """Its inputs are those of the first part, its outputs those of the last."""
+    entered: list[Any] = []
+    flight = LayersInFlight(session_of(1, []), lambda *given: entered.append(given))  # type: ignore[arg-type]
+    for part in range(3):
+        finish(flight.run(7, MOMENTS, lambda part=part: part, stores=False, last=part == 2))  # type: ignore[misc]
+    assert entered == []
+    finish(flight.finish())
+    ((layer, done, statistics),) = entered
+    assert (layer, [shard.tokens for shard in done]) == (7, [2])
+    assert statistics == {f"moment {part}": f"record {part}" for part in range(3)}

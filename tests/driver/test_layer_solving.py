@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from manifests.records import StagedRecord
-from pipeline.driver.layer_solving import LayerSolves, SolveQueue, layers_written_together, solve_layers
+from manifests.entries import LayerEntry
+from pipeline.driver.layer_solving import LayerQueue, LayerSolves, PassQueue, layers_written_together
 from pipeline.driver.scheduler import Coroutine, Scheduler
 from pipeline.driver.session import Session, solve_units, write_units
 from pipeline.methods.method import Task
@@ -48,19 +48,21 @@ class Bench:
 
     def work(self, layer: int) -> LayerSolves:
         solves = solve_units(JOB, layer, {}, RANKS)
-
-        def enter(solutions: list[Any], records: list[StagedRecord]) -> None:
-            assert [self.world.load("staged", record) for record in records]
-            assert len(solutions) == 2
-            self.entered.append(layer)
-
-        return LayerSolves(solves, lambda solutions: write_units(layer, solves, solutions), enter)
+        return LayerSolves(solves, lambda solutions: write_units(layer, solves, solutions))
 
     def solve(self, layers: Sequence[int]) -> list[str]:
         """Solve some layers. Return the units, in order."""
-        self.scheduler.run(
-            solve_layers(self.session, layers, self.work, lambda remaining: self.left.append([*remaining]))
-        )
+        queue = LayerQueue(self.session, layers, self.work)
+
+        def coroutine() -> Coroutine[None]:
+            while queue.remaining:
+                written = yield from queue.next_written()
+                assert [self.world.load("staged", record) for record in written.records]
+                assert len(written.solved) == 2
+                self.entered.append(written.layer)
+                self.left.append([*queue.remaining])
+
+        self.scheduler.run(coroutine())
         return [unit.key for unit in self.world.done]
 
 
@@ -97,17 +99,17 @@ def test_one_worker_solves_two_layers_ahead_of_a_write() -> None:
 
 
 class Queue:
-    """A queue over a bench, and the layers that it has entered."""
+    """A queue over a bench, and the layers that it has returned."""
 
     def __init__(self, workers: int = 2) -> None:
         self.bench = Bench(workers)
-        self.entered: list[tuple[int, list[tuple[Solve, Any]]]] = []
-        self.queue = SolveQueue(self.bench.session, self._enter)
+        self.entered: list[tuple[int, LayerEntry]] = []
+        self.queue = PassQueue(self.bench.session)
 
-    def _enter(self, layer: int, solved: list[tuple[Solve, Any]], record: StagedRecord) -> Coroutine[None]:
-        assert self.bench.world.load("staged", record)
-        self.entered.append((layer, solved))
-        yield from ()
+    def advance(self, solving: float = inf, writing: float = inf) -> Coroutine[None]:
+        while written := (yield from self.queue.next_written(solving, writing)):
+            assert self.bench.world.load("staged", written[1].staged)
+            self.entered.append(written)
 
     def run(self, layers: Sequence[int], *limits: tuple[float, float]) -> list[tuple[int, int]]:
         """Begin some layers, and advance to some limits. Return how many layers were waiting and entered each time."""
@@ -118,7 +120,7 @@ class Queue:
             units = [solve_units(JOB, layer, {}, RANKS) for layer in layers]
             self.queue.begin([[replace(unit, statistics=statistics) for unit in layer] for layer in units])
             for solving, writing in limits:
-                yield from self.queue.advance(solving, writing)
+                yield from self.advance(solving, writing)
                 found.append((len(self.queue), len(self.entered)))
 
         self.bench.pool = self.bench.scheduler.pool = self.bench.session.pool = Unchecked(self.bench.world)
@@ -142,12 +144,14 @@ def test_a_queue_solves_the_first_groups_of_all_layers_first() -> None:
 
 
 def test_statistics_of_solved_layers_are_dropped() -> None:
-    """The entered units have none, so that the sums are freed while layers are written."""
+    """The units of layers being written have none, so that the sums are freed."""
     queue = Queue()
-    queue.run([0, 1], (0, 0))
+    queue.run([0, 1], (0, inf))
+    assert queue.queue.writing
+    assert all(solve.statistics == {} for solved, _ in queue.queue.writing for solve, _ in solved)
+    queue.run([], (0, 0))
     assert [layer for layer, _ in queue.entered] == [0, 1]
-    assert [[solve.task.name for solve, _ in solved] for _, solved in queue.entered] == [["a", "b"]] * 2
-    assert all(solve.statistics == {} for _, solved in queue.entered for solve, _ in solved)
+    assert [[*entry.groups] for _, entry in queue.entered] == [["a", "b"]] * 2
 
 
 def test_an_empty_queue_has_nothing_to_wait_for() -> None:
@@ -176,9 +180,9 @@ def test_groups_of_a_queue_are_counted_until_they_are_solved() -> None:
     def coroutine() -> Coroutine[None]:
         queue.queue.begin(units)
         counts.append(queue.queue.groups)
-        yield from queue.queue.advance(solving=1)
+        yield from queue.advance(solving=1)
         counts.append(queue.queue.groups)
-        yield from queue.queue.advance(0, 0)
+        yield from queue.advance(0, 0)
         counts.append(queue.queue.groups)
 
     queue.bench.scheduler.run(coroutine())

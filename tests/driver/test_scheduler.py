@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from manifests.errors import CorruptError, LostInputError, WorkerError
-from pipeline.driver.scheduler import UNTIL_WANTED, Coroutine, Fiber, Reached, Scheduler, batch, gather
+from pipeline.driver.scheduler import UNTIL_WANTED, Coroutine, Fiber, Reached, Scheduler, batch
 
 
 @dataclass(frozen=True)
@@ -96,16 +96,6 @@ def test_a_spawned_stream_is_submitted_at_once_and_waited_for_later() -> None:
         return [first, (yield beside), (yield beside)]  # a fiber that is done may be asked again
 
     assert runs.run(coroutine()) == [["A"], ["X", "Y"], ["X", "Y"]]
-
-
-def test_tasks_are_gathered_in_order() -> None:
-    runs, _, _ = scheduler(last_first=True)
-
-    def coroutine() -> Coroutine[list[list[Any]]]:
-        fibers = [runs.spawn(batch(units(key))) for key in "abc"]
-        return (yield from gather(fibers))
-
-    assert runs.run(coroutine()) == [["A"], ["B"], ["C"]]
 
 
 def test_a_stage_is_reached_before_the_end() -> None:

@@ -39,7 +39,7 @@ class Failing:
     def driver(self, point: Any) -> Any:
         return self
 
-    def prepare(self) -> None:
+    def run(self, *, until_ranks: bool) -> None:
         raise self.error
 
     def cancel_pending(self) -> None:

@@ -27,6 +27,7 @@ from unittest import mock
 
 import torch
 
+import pipeline.job.stages
 import pipeline.job.worker_session
 import pipeline.run
 import workers.pools
@@ -103,7 +104,7 @@ def run_here(manifest: Mapping[str, Any]) -> None:
     with (
         mock.patch.object(workers.pools, "InProcessPool", DevicePool),
         mock.patch.object(pipeline.job.worker_session, "catch_signals"),
-        mock.patch.object(pipeline.job.worker_session, "interrupt_on_signals"),
+        mock.patch.object(pipeline.job.stages, "interrupt_on_signals"),
     ):
         pipeline.run.run_job(
             parse_manifest(manifest), fresh=True, address=None, stop=threading.Event(), quiet=True, in_process=True

@@ -6,7 +6,7 @@ See docs/plan.md. Nothing is computed: a job of hours takes seconds.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,14 +86,14 @@ def _scoring(
     """Score held-out text by the dense and the compressed model, or by the latter alone if the texts came first."""
     windows = Windows.even(passes.held_out_shards, passes.held_out_shards, "float32", 1)
 
-    def scorer(first: Callable[[], bool] = lambda: True) -> Scorer:
+    def scorer() -> Scorer:
         return Scorer(
             scheduler,
             journal,
             _NoCleaner(),
             job.num_layers,
             job.every,
-            alone=lambda: scheduler.alone and first(),
+            alone=lambda: scheduler.alone,
             parts=parts,
         )
 
@@ -107,7 +107,7 @@ def _scoring(
     dense: Outputs | Fiber[tuple[ArrayRecord, ...]] = (RECORD,) * windows.shards
     if not passes.joined:
         dense = scheduler.spawn_background(dense_outputs())
-    return (yield from score_beside_dense(scheduler, scorer, windows, "held-out", layers, dense))
+    return (yield from score_beside_dense(scorer(), windows, "held-out", layers, dense))
 
 
 class _Phases:

@@ -12,7 +12,7 @@ import torch
 
 from manifests.errors import StorageError
 from manifests.records import ArrayRecord
-from pipeline.job.worker_session import StoreCleaner
+from pipeline.job.store_cleaner import StoreCleaner
 from stores.background import Background
 from stores.run_directory import RunDirectory
 
