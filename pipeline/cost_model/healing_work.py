@@ -13,7 +13,7 @@ from pipeline.cost_model.rates import BACK, NOMINAL_CPU, Rates
 from pipeline.cost_model.work import scoring_flops
 from pipeline.families.geometry import Geometry
 from pipeline.kernels.teacher_rows import row_bytes
-from pipeline.units.sharding import EVALUATED_TOKENS, HELD_OUT
+from pipeline.units.sharding import EVALUATED_TOKENS, HELD_OUT, HELD_OUT_TOKENS
 
 DEFAULT_LENGTH = 2048  # tokens of a window in a job without calibration
 EVALUATIONS = 9
@@ -109,7 +109,7 @@ def healing_work(manifest: Manifest, geometry: Geometry, share: float, tokens: i
         tokens = calibration.samples * length
     if tokens is None:
         return None
-    held_out = min(tokens // HELD_OUT, EVALUATED_TOKENS)
+    held_out = min(tokens // HELD_OUT, HELD_OUT_TOKENS)
     dense = scoring_flops(geometry, length)
     processes, windows = manifest.workers.max, max(1, tokens // length)
     steps = math.ceil(heal.epochs * windows / step_windows(windows, length, heal.epochs, processes))
@@ -121,7 +121,9 @@ def healing_work(manifest: Manifest, geometry: Geometry, share: float, tokens: i
         workers=manifest.workers,
         teacher_flops=(tokens + held_out) * dense,
         training_flops=heal.epochs * tokens * dense * share * passes,
-        evaluation_flops=EVALUATIONS * held_out * (dense * share + 2.0 * geometry.hidden * geometry.vocab),
+        evaluation_flops=EVALUATIONS
+        * min(held_out, EVALUATED_TOKENS)
+        * (dense * share + 2.0 * geometry.hidden * geometry.vocab),
         trained_numbers=float(steps * trained),
         memory=memory,
         disk_bytes=rows + numbers * itemsize + 2 * trained * (MASTER_BYTES + 8 + itemsize),

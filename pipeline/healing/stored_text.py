@@ -14,6 +14,7 @@ from torch import Tensor
 
 from manifests.entries import TeacherEntry
 from manifests.heal import MICRO_TOKENS
+from pipeline.units.sharding import EVALUATED_TOKENS
 from stores.activations import ActivationStore
 from stores.arrays import ArrayReader
 
@@ -34,9 +35,15 @@ class TextSizes:
         return self.trained * self.length
 
     @property
+    def evaluated(self) -> list[int]:
+        """The held-out windows that are scored again and again: as many as `EVALUATED_TOKENS` fill, evenly spread."""
+        count = min(self.held_out, max(1, EVALUATED_TOKENS // self.length))
+        return [place * self.held_out // count for place in range(count)]
+
+    @property
     def held_out_tokens(self) -> int:
-        """The number of tokens in held-out windows."""
-        return self.held_out * self.length
+        """The number of tokens in the windows that are scored."""
+        return len(self.evaluated) * self.length
 
     @property
     def micro_batch(self) -> int:

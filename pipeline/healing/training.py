@@ -256,7 +256,7 @@ class Trainer:
 
     def _held_out_divergence(self) -> float:
         total = 0.0
-        for (window,), weight in self.processes.share([*range(self.text.sizes.held_out)], 1):
+        for (window,), weight in self.processes.share(self.text.sizes.evaluated, 1):
             ids_BS = self.text.held_out_ids(window).to(self.student.device)
             hidden_TD = self._scored(self.student.hidden(ids_BS))
             teacher_TD = self._scored(self.text.held_out_outputs(window)[None])
@@ -265,7 +265,7 @@ class Trainer:
                 teacher_TV = self.student.teacher_logits(teacher_TD[part])
                 total += weight * full_divergence(teacher_TV, self.student.logits(hidden_TD[part])).item()
         return self.processes.total(total) / (
-            self.text.sizes.held_out * (self.text.sizes.length - self.text.sizes.unscored)
+            len(self.text.sizes.evaluated) * (self.text.sizes.length - self.text.sizes.unscored)
         )
 
 

@@ -17,7 +17,7 @@ from manifests.schema import Manifest
 from pipeline.families.foreign import sequence_limit
 from pipeline.inputs.calibration import check_ids, draw_calibration, prefix_ids
 from pipeline.inputs.job_inputs import Inputs
-from pipeline.units.sharding import EVALUATED_TOKENS, HELD_OUT
+from pipeline.units.sharding import held_out_windows
 from stores.corpus import count_tokens, draw_samples, load_tokenizer, read_documents
 from stores.text_rows import NOTHING_READ, Reading, ReadText
 
@@ -63,7 +63,7 @@ def read_healing_text(inputs: Inputs) -> HealingTokens | None:
     prefix = prefix_ids(calibration.prefix if calibration else "tokenizer", tokenizer)
     room = length - len(prefix)
     wanted = None if manifest.heal.tokens is None else max(1, manifest.heal.tokens // length)
-    most = 2**62 if wanted is None else (wanted + _evaluated(wanted, length)) * room
+    most = 2**62 if wanted is None else (wanted + held_out_windows(wanted, wanted, length)) * room
     count = count_tokens(read_documents(text, tokenizer), tokenizer, most)
     trained, spared = _split(manifest, count // room, wanted, length, count)
     readings: list[Reading] = []
@@ -97,18 +97,12 @@ def calibration_as_text(
         if wanted > windows:
             raise InputError(_too_few(manifest, wanted * length, windows * length))
         samples = samples[torch.arange(wanted) * windows // wanted]
-    held_out = held_out[: max(1, EVALUATED_TOKENS // length)]
     return HealingTokens(samples, held_out, prefix, _names([text for text, _ in manifest.calibration.texts]))
-
-
-def _evaluated(windows: int, length: int) -> int:
-    """Return the number of held-out windows of a text: a tenth, at most `EVALUATED_TOKENS`, at least one."""
-    return max(1, min(-(-windows // HELD_OUT), EVALUATED_TOKENS // length))
 
 
 def _split(manifest: Manifest, windows: int, wanted: int | None, length: int, tokens: int) -> tuple[int, int]:
     """Return the numbers of trained and of held-out windows. Raises InputError if the text has too few."""
-    held_out = _evaluated(wanted or windows, length)
+    held_out = held_out_windows(wanted or windows, wanted or windows, length) if windows else 1
     trained = windows - held_out if wanted is None else wanted
     held_out = min(held_out, windows - trained)
     if trained < 1 or held_out < 1:

@@ -10,6 +10,7 @@ import torch
 
 from pipeline.healing import training
 from pipeline.healing.processes import Processes
+from pipeline.healing.stored_text import TextSizes
 from pipeline.healing.training import Progress, Schedule, Trainer
 
 STEPS, STEP_S, EVALUATION_S = 80, 2.0, 30.0
@@ -36,3 +37,10 @@ def test_it_is_that_of_the_steps_and_evaluations_to_come(monkeypatch: pytest.Mon
     assert len(said) == STEPS
     whole = STEPS * STEP_S + (training.EVALUATIONS + 1) * EVALUATION_S
     assert [now + left for now, left in said] == pytest.approx([whole] * STEPS)
+
+
+def test_some_of_many_held_out_windows_are_scored() -> None:
+    few, many = (TextSizes(trained=90, held_out=held_out, length=1024, unscored=1) for held_out in (3, 20))
+    assert few.evaluated == [0, 1, 2]
+    assert many.evaluated == [0, 2, 5, 7, 10, 12, 15, 17]
+    assert many.held_out_tokens == 8 * 1024

@@ -33,11 +33,6 @@ def test_the_calibration_samples_and_the_windows_held_out_of_its_text() -> None:
     assert torch.equal(some.trained, samples(20)[::2])
 
 
-def test_no_more_windows_are_held_out_than_are_scored_again_and_again() -> None:
-    many = samples(5000)
-    assert torch.equal(calibration_as_text(healing(), samples(20), many, ()).held_out, many[:2048])
-
-
 def test_a_tenth_of_the_samples_where_the_text_has_no_more() -> None:
     tokens = calibration_as_text(healing(), samples(20), None, ())
     assert torch.equal(tokens.held_out, samples(20)[[0, 10]])
