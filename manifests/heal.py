@@ -12,6 +12,7 @@ from manifests.calibration import Text
 STEPS = 256  # of a training, about; more for a long text
 STEP_TOKENS = 4096  # in a step, at most; at least a window for each process
 MICRO_TOKENS = 2048  # about; in the windows that pass the model at a time
+EVALUATED_TOKENS = 8_192  # of held-out windows at most, which a healing scores nine times
 CHECKPOINTED_BYTES = 4 * 2**30  # activations of a micro-batch from this size on are computed twice
 LOGIT_ROWS = 256  # tokens whose logits are in memory at a time
 

@@ -6,14 +6,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from manifests.heal import CHECKPOINTED_BYTES, LOGIT_ROWS, MICRO_TOKENS, TrainingMemory, step_windows
+from manifests.heal import CHECKPOINTED_BYTES, EVALUATED_TOKENS, LOGIT_ROWS, MICRO_TOKENS, TrainingMemory, step_windows
 from manifests.schema import Manifest, Workers
 from pipeline.cost_model.prices import WORKERS_SECONDS
 from pipeline.cost_model.rates import BACK, NOMINAL_CPU, Rates
 from pipeline.cost_model.work import scoring_flops
 from pipeline.families.geometry import Geometry
 from pipeline.kernels.teacher_rows import row_bytes
-from pipeline.units.sharding import EVALUATED_TOKENS, HELD_OUT, HELD_OUT_TOKENS
+from pipeline.units.sharding import HELD_OUT, HELD_OUT_TOKENS
 
 DEFAULT_LENGTH = 2048  # tokens of a window in a job without calibration
 EVALUATIONS = 9

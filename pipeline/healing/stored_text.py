@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from manifests.entries import TeacherEntry
-from manifests.heal import MICRO_TOKENS
-from pipeline.units.sharding import EVALUATED_TOKENS
+from manifests.heal import EVALUATED_TOKENS, MICRO_TOKENS
 from stores.activations import ActivationStore
 from stores.arrays import ArrayReader
 

@@ -7,7 +7,6 @@ LEAST_SHARDS = 16  # so that there is work for several workers
 TOKENS_PER_HIDDEN = 16
 GRID_TOKENS = 128  # tokens of a sample from which the grids of a layer's sums are chosen
 HELD_OUT = 10  # samples per held-out window
-EVALUATED_TOKENS = 8_192  # of held-out windows at most, which a healing scores nine times
 HELD_OUT_TOKENS = 32_768  # at most, in all texts: a divergence to 3 % (docs/results.md#choices-that-were-measured)
 TEXT_TOKENS = 8_192  # at most, of each text on which the dense model is scored before the job's passes
 
