@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import pipeline.job.context
+import pipeline.job.sizing
 import pipeline.job.stages
 import workers.pools
 from manifests.errors import InputError, Interrupted, WorkerError
@@ -225,7 +226,7 @@ def test_the_corrected_manifest_is_taken(
     corrected = ("--set", "seed=9", "--set", "workers.cpus=2", "--set", "budget.keep=0.8")
     with monkeypatch.context() as patch:
         if case != "workers of another kind":  # one that is gone through to its end
-            patch.setattr(pipeline.job.stages, "compress_to_budget", begin_work)
+            patch.setattr(pipeline.job.sizing, "compress_to_budget", begin_work)
         ended = made.run(*corrected)
     assert ended.code == (0 if case == "workers of another kind" else 75), ended.err
 

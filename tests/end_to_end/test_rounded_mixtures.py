@@ -214,7 +214,6 @@ def test_what_is_no_routed_expert_is_corrected(family: str, tmp_path: Path, job:
         quantize={"bits": 8, "group": None, "correct": "output"},
         **{"calibration.propagate": "dense"},
     )
-    assert made.run().code == 0
+    assert made.run().json["held_out"]["divergence"] < 0.01
     verified = command("verify", str(made.output), "--source", str(source), "--json")
     assert verified.code == 0, verified.out + verified.err
-    assert made.compression()["held_out"]["divergence"] < 0.01
