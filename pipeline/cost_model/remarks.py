@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from manifests.quantize import CORRECTED_TOKENS
 from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.methods.experts.scores import FEW_TOKENS
 from pipeline.methods.work import moment_width
@@ -13,7 +14,23 @@ ONE_TEXT_KEEP = 0.7  # share of the experts' numbers below which one calibration
 
 def text_remarks(job: PlannedJob) -> tuple[str, ...]:
     """Return the remarks on the calibration text."""
-    return rank_remarks(job) + expert_remarks(job) + source_remarks(job)
+    return rank_remarks(job) + expert_remarks(job) + correction_remarks(job) + source_remarks(job)
+
+
+def correction_remarks(job: PlannedJob) -> tuple[str, ...]:
+    """Report that `quantize.correct` has few tokens for the widest matrix that it fits."""
+    quantize = job.manifest.quantize
+    if quantize is None or quantize.correct == "none":
+        return ()
+    layers = job.geometry.layers
+    width = max((layers[task.layer].features(pair.point) for task in job.tasks for pair in task.corrections), default=0)
+    if job.tokens >= CORRECTED_TOKENS * width:
+        return ()
+    return (
+        f"quantize.correct: {job.tokens:,} calibration tokens are {job.tokens / width:.1f} for each of the {width:,} "
+        f"numbers that a matrix reads; with fewer than {CORRECTED_TOKENS}, corrections fit the noise of the text and "
+        "may lose on other text: give more samples, or leave out correct",
+    )
 
 
 def expert_remarks(job: PlannedJob) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from manifests.calibration import Text
 from manifests.fit import memory_text
+from manifests.quantize import CORRECTED_TOKENS
 from manifests.schema import MANIFEST_VERSION
 from pipeline.recommendation.recipes import Recipe
 from pipeline.recommendation.settings import ACTIVATION_GB, Goal, Settings
@@ -56,7 +57,7 @@ def _lines(command: str, places: JobPlaces, goal: Goal, settings: Settings) -> I
     yield f"run_dir: {quoted(places.run_dir)}  # ledger and statistics, from which an interrupted job resumes"
     yield f"budget: {{{goal.field}: {_limit(goal)}}}  # {GOALS[goal.field]}"
     if goal.recipe is not None:
-        yield from _recipe(goal.recipe, goal)
+        yield from _recipe(goal.recipe, goal, use.samples * use.length)
     elif goal.field == "bytes":
         reader = "transformers loads these with compressed-tensors"
         yield f"{_quantize(goal.bits, goal.levels, goal.unrounded)}  # {reader if goal.bits == 'auto' else KERNELS}"
@@ -86,9 +87,10 @@ def _limit(goal: Goal) -> str:
     return f"{{{', '.join(f'{name}: {value}' for name, value in fields.items())}}}"
 
 
-def _recipe(recipe: Recipe, goal: Goal) -> Iterator[str]:
-    """Yield the methods and the rounding of a recipe."""
-    corrects = recipe.bits == 4 and not recipe.entries and not goal.uncorrected and not goal.mixture
+def _recipe(recipe: Recipe, goal: Goal, tokens: int) -> Iterator[str]:
+    """Yield the methods and the rounding of a recipe. `tokens`: of the calibration."""
+    rounds_alone = recipe.bits == 4 and not recipe.entries and not goal.uncorrected and not goal.mixture
+    corrects = rounds_alone and tokens >= CORRECTED_TOKENS * goal.widest
     if corrects:
         yield "# With `correct: output` each layer compensates the error of the rounded layers before it: a quarter"
         yield "# less loss, for the time of several more passes of the text. Leave it out to save that."

@@ -149,7 +149,7 @@ def _fitted(goal: Goal, geometry: Geometry, engine: Engine | None) -> Goal:
     Raises InputError for a goal of bytes if experts have widths that no group of scales fits.
     """
     mixture = any(layer.num_experts for layer in geometry.layers)
-    goal = replace(goal, uncorrected=_uncorrected(geometry), engine=engine, mixture=mixture)
+    goal = replace(goal, uncorrected=_uncorrected(geometry), engine=engine, mixture=mixture, widest=_channels(geometry))
     if goal.field not in ("bytes", "fit"):
         return goal
     unfit = dict(unfit_inputs(Quantize(bits="auto"), geometry))

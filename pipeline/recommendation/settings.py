@@ -32,6 +32,7 @@ class Goal:
         uncorrected: why the model's layers cannot be solved on outputs of compressed layers; empty if they can.
         engine: the engine that will load the output; None: any.
         mixture: some layers are mixtures of experts.
+        widest: the most numbers that a matrix reads, for which corrections need tokens.
         fit: the memory, and what is served in it, for the field `fit`; `recipe`: the choice for it.
     """
 
@@ -41,6 +42,7 @@ class Goal:
     uncorrected: str = ""
     engine: Engine | None = None
     mixture: bool = False
+    widest: int = 0
     fit: Fit | None = None
     recipe: Recipe | None = None
 

@@ -366,9 +366,11 @@ def test_rounded_layers_are_corrected_without_a_method(wide: Path, job: MakeJob)
     corrected, plain = (
         job(wide, methods=[], **asked, **rounding(3, correct=correct)) for correct in ("output", "none")
     )
-    ends = [made.run().json for made in (corrected, plain)]
-    lost = [end["held_out"]["divergence"] for end in ends]
+    runs = [made.run() for made in (corrected, plain)]
+    lost = [ended.json["held_out"]["divergence"] for ended in runs]
     assert lost[0] < 0.95 * lost[1]
+    few = "with fewer than 16, corrections fit the noise"
+    assert [few in ended.err for ended in runs] == [True, False]
     assert not [*(corrected.run_dir / "ledger").glob("dense.*")]
     groups = corrected.compression()["layers"][1]["groups"].values()
     assert not any("nearest" in found for found in groups)

@@ -26,6 +26,14 @@ def fit_for(engine: Any, device: Any = "gpu") -> Fit:
     return Fit(memory=24 * GB, context=4096, sequences=2, engine=engine, device=device)
 
 
+def test_corrections_need_tokens() -> None:
+    """300 samples of 512 tokens are 16 for each of 9,600 numbers."""
+    fit, recipe = fit_for("vllm"), Recipe("4 bits", 4)
+    for widest, corrects in ((9600, True), (9601, False)):
+        goal = Goal("fit", fit.memory, fit=fit, recipe=recipe, widest=widest)
+        assert ("correct: output" in commented_manifest("init", PLACES, goal, SETTINGS)) == corrects
+
+
 @pytest.mark.parametrize("mixture", [False, True])
 @pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize(
