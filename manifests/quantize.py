@@ -91,7 +91,7 @@ class Quantize(ManifestBlock):
             raise ValueError("correct: output needs given bits; with bits: auto write correct: output under loss_aware")
         if self.feedback in (False, "both"):
             raise ValueError(
-                f"correct: output rounds by the inputs that it measures behind rounded layers; leave out feedback: "
+                "correct: output rounds by the inputs that it measures behind rounded layers; leave out feedback: "
                 f"{str(self.feedback).lower()}, or correct"
             )
         return self

@@ -59,6 +59,11 @@ class PlannedJob:
         return self.manifest.calibration.samples * self.sequence if self.manifest.calibration else 0
 
     @property
+    def has_moments(self) -> bool:
+        """True if a pass sums moments of calibration text. Corrections alone need none."""
+        return any(task.moments for task in self.tasks)
+
+    @property
     def hidden_bytes(self) -> int:
         """The bytes of the hidden states of all calibration samples, at one layer."""
         return self.tokens * self.geometry.hidden * self.itemsize

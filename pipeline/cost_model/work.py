@@ -121,7 +121,7 @@ def layer_work(job: PlannedJob, keep: float = 1.0) -> LayerWork:
         hidden_bytes=job.hidden_bytes,
         forward_flops=tokens * forward,
         packed_flops=tokens * packed,
-        statistics_flops=tokens * (forward - busiest.skipped) * _passes_dense(job),
+        statistics_flops=tokens * (forward - busiest.skipped) * (job.has_moments or "importance" in job.passes.scores),
         moment_flops=float(tokens * sum(_moment_flops(moment, layer) for moment in moments)),
         built_bytes=float(BUILT_BYTES * layer.numbers()),
         grid_flops=float(min(GRID_TOKENS, job.sequence) * forward) if moments else 0.0,
@@ -297,11 +297,6 @@ def _busiest(job: PlannedJob) -> _Busiest:
         # With `quantize`, tasks as methods claim them, without the moments for rounding.
         tasks=tuple((group.task(task.method) if job.manifest.quantize else task, group) for task, group in groups),
     )
-
-
-def _passes_dense(job: PlannedJob) -> bool:
-    """Return True if a pass of calibration text sums moments or measures importance, apart from corrections."""
-    return "importance" in job.passes.scores or any(task.moments for task in job.tasks)
 
 
 def _moment_flops(moment: Moment, geometry: LayerGeometry) -> float:

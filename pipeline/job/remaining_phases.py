@@ -90,7 +90,7 @@ class _Remaining:
         seconds, claimed = self.seconds, self.job.inputs.claimed_layers
         first = "importance" if self.passes.compressed else "statistics"
         planned: list[PlannedPhase] = []
-        if first in seconds and self._has_moments:
+        if first in seconds and self.job.inputs.planned.has_moments:
             amount = seconds[first] + (self._solving[1] - self._last_solves if self.passes.in_pass else 0.0)
             planned += self._phase(first, amount, self._dense_keys)
         if "gradient" in seconds:
@@ -151,7 +151,7 @@ class _Remaining:
     def _solving(self) -> tuple[str, float]:
         """The phase that solves all layers, and its seconds."""
         seconds = self.seconds
-        if self.passes.compressed and self._has_moments:
+        if self.passes.compressed and self.job.inputs.planned.has_moments:
             return "walk", sum(seconds.get(name, 0.0) for name in WALK)
         walks = any(map(needs_both_models, self.job.inputs.tasks))
         return "correct" if walks else "compress", solving_seconds(seconds)
@@ -164,10 +164,6 @@ class _Remaining:
     @property
     def _dense_keys(self) -> list[LedgerKey[Any]]:
         return _keys(dense_key, range(self.passes.layers))
-
-    @property
-    def _has_moments(self) -> bool:
-        return any(task.moments for task in self.job.inputs.tasks)
 
     def _missing(self, keys: Sequence[LedgerKey[Any]]) -> int:
         return sum(self.job.ledger.get(key) is None for key in keys)

@@ -49,7 +49,7 @@ class Corrected(Whole):
     `ridges`: of what reads the residual stream, and of what writes to it.
     """
 
-    ridges: tuple[float, float] = field(default=(0.0, 0.0), kw_only=True)
+    ridges: tuple[float, float] = field(kw_only=True)
 
     def correct(self, ranks: Ranks, before: Weights) -> Solution:
         """Apply the correction of the pair at the matrices' input."""
