@@ -94,6 +94,7 @@ class Text(ManifestBlock):
         return {file: self.model_copy(update={"files": (file,)}) for file in self.files or ()}
 
 
+SHARDS = 16
 FORMER_LEAST_TOKENS = 16_384  # of jobs begun before `gradient.least_tokens` was a field
 TEXT_TAGS = ("one text", "several texts")  # parts of pydantic's error locations
 
@@ -127,9 +128,10 @@ class Calibration(ManifestBlock):
     `prefix`: every sample begins with the ids that the tokenizer puts before a text, such as a BOS; they count in its
     length. `none`: it begins with the text itself.
 
-    `shards`: workers pass one shard at a time, so that there should be a few for each worker. `micro_batch`: samples
-    computed at once. `propagate`: statistics of a layer are those of the dense model, from one pass for all layers, or
-    those behind the compressed layers before it.
+    `shards`: workers pass one shard at a time, so that there should be a few for each worker. With fewer than 16
+    samples (`samples: auto`: if a quarter of the most is fewer), the default is one shard for each. `micro_batch`:
+    samples computed at once. `propagate`: statistics of a layer are those of the dense model, from one pass for all
+    layers, or those behind the compressed layers before it.
 
     `text` may be a list of texts with shares that add up to 1. A few percent of text of another domain preserve most of
     the model's quality there.
@@ -144,7 +146,7 @@ class Calibration(ManifestBlock):
     max_minutes: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
     sequence_length: Annotated[int, Field(ge=2, le=10**9)] = 2048
     prefix: Prefix = "tokenizer"
-    shards: Count = 16
+    shards: Count = SHARDS
     micro_batch: Count = 1
     propagate: Literal["compressed", "dense"] = "dense"
     gradient: Gradient = Gradient()
@@ -157,6 +159,17 @@ class Calibration(ManifestBlock):
         if fields.get("max_samples") is None:
             raise ValueError("samples: auto chooses among at most max_samples; give max_samples")
         return {**fields, "samples": fields["max_samples"]}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_samples_have_fewer_shards(cls, fields: Any) -> Any:
+        if not isinstance(fields, Mapping) or "shards" in fields:
+            return fields
+        auto = fields.get("samples") == "auto"  # pydantic runs the later of two such validators first
+        samples = fields.get("max_samples" if auto else "samples")
+        if type(samples) is not int or samples < 1:
+            return fields
+        return {**fields, "shards": max(1, min(SHARDS, samples // PARTS if auto else samples))}
 
     @model_validator(mode="after")
     def _auto_has_parts(self) -> Self:

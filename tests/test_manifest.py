@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manifests.calibration import Calibration
 from manifests.errors import InputError
 from manifests.loading import MAX_FILE_BYTES, dump_manifest, load_manifest, parse_manifest
 from manifests.methods import FlatLLM
@@ -92,6 +93,21 @@ def test_several_calibration_texts_share_the_samples() -> None:
     one = parse_manifest(document(calibration={"text": {"dataset": "b"}, "samples": 64})).calibration
     assert one is not None
     assert [count for _, count in one.texts] == [64]
+
+
+@pytest.mark.parametrize(
+    ("fields", "shards"),
+    [
+        ({}, 16),
+        ({"samples": 12}, 12),
+        ({"samples": 17}, 16),
+        ({"samples": "auto", "max_samples": 40}, 10),
+        ({"samples": "auto", "max_samples": 80}, 16),
+    ],
+)
+def test_few_samples_have_fewer_shards(fields: dict[str, Any], shards: int) -> None:
+    calibration = Calibration.model_validate({"text": {"files": ["a"]}, **fields})
+    assert calibration.shards == shards
 
 
 def test_minimal_manifest(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import platform
 import re
@@ -14,6 +15,7 @@ import torch
 
 from lamina.processor_lamina import CPU_INFO, LIMIT, processor_flags
 from manifests import VERSION
+from manifests.schema import Workers
 from workers.device_settings import device_settings
 
 # Processor flags that determine how oneDNN multiplies half precision.
@@ -55,6 +57,25 @@ def thread_fault(threads: int, cores: int, where: str) -> str | None:
     return (
         f"workers.cpus: {threads} threads for each worker are more than the cores of {where}, {cores}; set "
         f"workers.cpus: {cores} or fewer, or use nodes with more cores"
+    )
+
+
+def unused_here(workers: Workers) -> str | None:
+    """Return which GPUs of this machine, or which half or more of its cores, the workers of a job leave unused, or
+    None."""
+    cores, gpus = machine_cores(), torch.cuda.device_count()
+    used = math.ceil(workers.max * workers.gpus)
+    if used < gpus:
+        return (
+            f"{gpus - used} of this machine's {gpus} GPUs stay unused: workers.max is {workers.max}, with "
+            f"workers.gpus: {workers.gpus:g} each"
+        )
+    threads = workers.max * workers.cpus
+    if gpus or 2 * threads > cores or cores == 1:
+        return None
+    return (
+        f"{cores - threads} of this machine's {cores} cores stay unused: workers.max is {workers.max}, with "
+        f"workers.cpus: {workers.cpus} each"
     )
 
 

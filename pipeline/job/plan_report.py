@@ -16,7 +16,7 @@ import torch
 from manifests.errors import InputError, reason
 from manifests.fit import memory_text
 from manifests.heal import device_fault, host_fault
-from manifests.schema import Manifest
+from manifests.schema import Manifest, Workers
 from pipeline.checkpoint.engines import planned_lines
 from pipeline.checkpoint.planned_size import plan_of
 from pipeline.console.amounts import duration
@@ -42,7 +42,7 @@ from pipeline.job.context import with_samples
 from pipeline.job.planned_tasks import tasks_seconds
 from pipeline.ranks.calibration import BLOCKS, OTHER_SIZES
 from stores.run_directory import RunDirectory
-from workers.hardware import machine_cores, thread_fault
+from workers.hardware import machine_cores, thread_fault, unused_here
 from workers.memory import map_large_tensors
 
 LONGEST_PHASES = 3
@@ -170,8 +170,8 @@ def verdict(
 ) -> dict[str, Any]:
     """Return `fits`, as far as it can be known here, `limits` that are exceeded, and all `remarks`, for the report."""
     limits = exceeded_limits(manifest, report, source)
-    spilled = _spilled(report) if source.is_here else []
-    return {"fits": not limits, "limits": limits, "remarks": [*remarks, *limits, *spilled]}
+    here = [*_spilled(report), *_unused(manifest.workers)] if source.is_here else []
+    return {"fits": not limits, "limits": limits, "remarks": [*remarks, *limits, *here]}
 
 
 def _not_counted(manifest: Manifest, inputs: Inputs | None) -> list[str]:
@@ -314,6 +314,12 @@ def _spilled(plan: Mapping[str, Any]) -> list[str]:
         f"spills to disk: workers exchange {_gb(plan['object_store_bytes'])} GB through Ray's object store, "
         f"which holds {_gb(store)} of it in this machine's memory and writes the rest to disk"
     ]
+
+
+def _unused(workers: Workers) -> list[str]:
+    """Return a remark if the workers leave GPUs or most cores of this machine unused."""
+    unused = unused_here(workers)
+    return [f"slower than it could be: {unused}"] if unused else []
 
 
 def _gb(amount: float) -> str:

@@ -7,14 +7,16 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from manifests import VERSION
+from manifests.schema import Workers
 from workers import hardware
 from workers.device_settings import device_settings
-from workers.hardware import describe_hardware, software_versions
+from workers.hardware import describe_hardware, software_versions, unused_here
 
 
 def test_of_a_cpu() -> None:
@@ -67,3 +69,24 @@ def test_versions() -> None:
         "Python": ".".join(map(str, sys.version_info[:3])),
         **{name: version(name) for name in ("ray", "torch", "transformers")},
     }
+
+
+@pytest.mark.parametrize(
+    ("cores", "gpus", "workers", "said"),
+    [
+        (64, 0, {}, "63 of this machine's 64 cores stay unused: workers.max is 1, with workers.cpus: 1 each"),
+        (64, 0, {"max": 8, "cpus": 4}, "32 of this machine's 64 cores stay unused: workers.max is 8, with"),
+        (64, 0, {"max": 33}, None),
+        (1, 0, {}, None),
+        (64, 8, {"max": 8}, "8 of this machine's 8 GPUs stay unused: workers.max is 8, with workers.gpus: 0 each"),
+        (64, 8, {"max": 3, "gpus": 0.5}, "6 of this machine's 8 GPUs stay unused: workers.max is 3, with"),
+        (64, 8, {"max": 8, "gpus": 1}, None),
+    ],
+)
+def test_what_workers_leave_unused(
+    cores: int, gpus: int, workers: dict[str, Any], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "machine_cores", lambda: cores)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    unused = unused_here(Workers(**workers))
+    assert unused is None if said is None else unused is not None and unused.startswith(said)
