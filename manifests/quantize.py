@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from manifests.blocks import Listed, ManifestBlock, Ridge, Share
+from manifests.blocks import RIDGES, Listed, ManifestBlock, Ridge, Share
 from manifests.records import LevelKind
 
 QUANTIZED_ROLES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -52,8 +52,8 @@ class Quantize(ManifestBlock):
     `least_clip`: the least share of a group's largest magnitude that its codes may cover, with feedback. `polish`:
     sweeps over uniform codes and their scales after feedback, each of which lowers the error. `correct: output`: each
     matrix that no method compresses is fitted behind the rounded layers before it, to compensate their error, and then
-    rounded; routed experts are not fitted. `correct_ridges`: as of loss_aware. `symmetric`: codes have no zero point,
-    which is the only kind that is stored.
+    rounded; routed experts are not fitted. `correct_ridges`: as those of loss_aware. `symmetric`: codes have no zero
+    point, which is the only kind that is stored.
     """
 
     bits: Literal[8, 4, 3, 2, "auto"]
@@ -68,7 +68,7 @@ class Quantize(ManifestBlock):
     least_clip: Share = LEAST_CLIP
     polish: Annotated[int, Field(ge=0, le=16)] = 1
     correct: Literal["none", "output"] = "none"
-    correct_ridges: Annotated[tuple[Ridge, Ridge], Listed] = (0.1, 0.3)
+    correct_ridges: Annotated[tuple[Ridge, Ridge], Listed] = RIDGES
 
     @field_validator("symmetric")
     @classmethod

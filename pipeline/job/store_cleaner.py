@@ -70,6 +70,22 @@ class StoreCleaner:
         self.run_dir.sweep_staged((*records, *staged_layers(self.run_dir.ledger)))
 
 
+class KeepingCleaner:
+    """Drops nothing: what an interrupted pass of the job has stored stays."""
+
+    def retain_activations(self, records: tuple[ArrayRecord, ...]) -> None:
+        """Drop nothing."""
+
+    def drop_activations(self, records: tuple[ArrayRecord, ...]) -> None:
+        """Drop nothing."""
+
+    def retain_statistics(self, records: tuple[ArrayRecord, ...]) -> None:
+        """Drop nothing."""
+
+    def retain_staged(self, records: tuple[StagedRecord, ...]) -> None:
+        """Drop nothing."""
+
+
 def staged_layers(ledger: Ledger) -> tuple[StagedRecord, ...]:
     """Return the staged layers that entries name, solved and healed ones, of a job or of all points of a sweep.
 

@@ -14,7 +14,7 @@ import torch
 
 from manifests.entries import TextLoss, TextsEntry
 from manifests.errors import CorruptError
-from manifests.records import ArrayRecord, StagedRecord
+from manifests.records import ArrayRecord
 from pipeline.driver.ledger_keys import TEXTS
 from pipeline.driver.recovery import REPAIRS
 from pipeline.evaluation.losses import texts_line
@@ -22,6 +22,7 @@ from pipeline.evaluation.text_remarks import text_remark
 from pipeline.inputs.calibration import EvaluationTokens, tokens_digest
 from pipeline.job.context import JobContext, check_loss
 from pipeline.job.held_out import enter_dense_outputs, unscored_windows
+from pipeline.job.store_cleaner import KeepingCleaner
 from pipeline.job.worker_session import JobWorkers
 from pipeline.units.scores import Scored, Windows
 from pipeline.units.sharding import TEXT_TOKENS, text_windows
@@ -116,7 +117,7 @@ def _losses(
             counts = samples, len(ids) - samples, len(held_out)
             windows, ends = _windows(job, tokens, counts)
             # Scoring these texts takes minutes at most: no hidden states are committed.
-            scorer = replace(workers.scorer(job), cleaner=_Keeping(), every=job.inputs.geometry.num_layers + 1)
+            scorer = replace(workers.scorer(job), cleaner=KeepingCleaner(), every=job.inputs.geometry.num_layers + 1)
             layers = [None] * job.inputs.geometry.num_layers
             scores, outputs = scorer.scores_and_outputs(windows, NAME, layers, ends[1])
             if outputs:
@@ -154,19 +155,3 @@ def _windows(job: JobContext, tokens: ArrayRecord, counts: tuple[int, ...]) -> t
 def _text_loss(parts: list[Scored]) -> TextLoss:
     scored = sum(parts, Scored(0.0, 0))
     return TextLoss(loss=scored.loss / scored.tokens, tokens=scored.tokens)
-
-
-class _Keeping:
-    """A cleaner that drops nothing: hidden states of an interrupted pass may be stored."""
-
-    def retain_activations(self, records: tuple[ArrayRecord, ...]) -> None:
-        """Drop nothing."""
-
-    def drop_activations(self, records: tuple[ArrayRecord, ...]) -> None:
-        """Drop nothing."""
-
-    def retain_statistics(self, records: tuple[ArrayRecord, ...]) -> None:
-        """Drop nothing."""
-
-    def retain_staged(self, records: tuple[StagedRecord, ...]) -> None:
-        """Drop nothing."""

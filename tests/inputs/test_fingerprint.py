@@ -71,6 +71,17 @@ def test_ridges_count_where_something_is_corrected(correct: str, kept: list[floa
     assert found["manifest"]["methods"][0]["correct_ridges"] == kept
 
 
+@pytest.mark.parametrize(("correct", "counts"), [("none", False), ("output", True)])
+def test_ridges_of_rounding_count_where_it_corrects(correct: str, counts: bool) -> None:
+    ridges = {}, {"correct_ridges": [0.2, 0.2]}
+    rounded = [{"bits": 4, "correct": correct, **given} for given in ridges]
+    one, other = (
+        fingerprint(calibration=text("a.txt"), methods=[{"method": "lorc", "cache_keep": 0.5}], quantize=quantize)
+        for quantize in rounded
+    )
+    assert (one != other) is counts
+
+
 @pytest.mark.parametrize(
     ("method", "gradient", "kept"),
     [("flat_llm", {}, 16_384), ("loss_aware", {}, 65_536), ("loss_aware", {"samples": 2}, 16_384)],

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from manifests.entries import GroupReport, LayerEntry
-from manifests.records import ArrayRecord, E, LedgerKey, StagedLayer, StagedRecord
+from manifests.records import ArrayRecord, E, LedgerKey, StagedLayer
 from pipeline.cost_model.passes import PlannedPasses
 from pipeline.cost_model.prices import START_SECONDS, Prices
 from pipeline.cost_model.rates import DIGEST_THREADS
@@ -20,6 +20,7 @@ from pipeline.driver.driver import Driver
 from pipeline.driver.job_spec import Job, LayersEntered
 from pipeline.driver.scheduler import Coroutine, Fiber, Scheduler
 from pipeline.driver.scoring import Outputs, Scorer, score_beside_dense
+from pipeline.job.store_cleaner import KeepingCleaner
 from pipeline.methods.registry import layers_of
 from pipeline.units.scores import Scored, Windows
 from pipeline.units.units import Unit
@@ -69,7 +70,7 @@ def simulate(job: Job, prices: Prices, failures: Sequence[Failure] = ()) -> Simu
         scheduler.spawn_background(compare_layers(layers, ((0,),)))
     if any(work.held_out_flops):
         scheduler.spawn_background(_scoring(job, passes, scheduler, journal, layers))
-    Driver(job, scheduler, journal, _NoCleaner()).run()
+    Driver(job, scheduler, journal, KeepingCleaner()).run()
     scheduler.run_background()
     observer.phase("verify", 0, 0)
     while not all(check.done for check in journal.checks):
@@ -90,7 +91,7 @@ def _scoring(
         return Scorer(
             scheduler,
             journal,
-            _NoCleaner(),
+            KeepingCleaner(),
             job.num_layers,
             job.every,
             alone=lambda: scheduler.alone,
@@ -143,15 +144,3 @@ class _CheckedJournal(MemoryJournal):
         super().commit(key, record)
         if isinstance(record, LayerEntry):
             self.checks.append(self.clock.transfer(f"digest {len(self.checks) % DIGEST_THREADS}", self.verify_s))
-
-
-class _NoCleaner:
-    """Drops nothing."""
-
-    def retain_activations(self, records: tuple[ArrayRecord, ...]) -> None: ...
-
-    def drop_activations(self, records: tuple[ArrayRecord, ...]) -> None: ...
-
-    def retain_statistics(self, records: tuple[ArrayRecord, ...]) -> None: ...
-
-    def retain_staged(self, records: tuple[StagedRecord, ...]) -> None: ...
