@@ -23,6 +23,7 @@ LLOYD_STEPS = 25
 EVEN_BITS = 8  # from here on fits begin at evenly spaced levels, which are better when there are many
 FITS = 2  # fits of levels to scaled numbers, each followed by a search for scales
 FITTED_NUMBERS = 2**17  # numbers of a matrix, from evenly spread rows, to which levels are fitted
+COMPARED_BORDERS, COMPARED_NUMBERS = 15, 256  # at most so many borders, and for each of them at least so many numbers
 SEARCHED_NUMBERS = 2**18, 2**26  # numbers whose scales are searched at a time: on a CPU (its cache), on other devices
 
 
@@ -93,6 +94,21 @@ def fitted_levels(numbers_N: Tensor, weights_N: Tensor, levels_n: Tensor) -> Ten
 def borders(levels_n: Tensor) -> Tensor:
     """Return the borders (n - 1) between the numbers that are nearest to each level."""
     return (levels_n[1:] + levels_n[:-1]) / 2.0
+
+
+def levels_above(numbers: Tensor, borders_b: Tensor) -> Tensor:
+    """Return the place of each number's nearest level, int64: the count of borders below the number.
+
+    `torch.bucketize` is a search, whose branches a CPU cannot predict. A few borders are faster compared one by one.
+    """
+    few = len(borders_b) <= COMPARED_BORDERS and numbers.numel() >= COMPARED_NUMBERS * len(borders_b)
+    if not few or numbers.device.type != "cpu":
+        return torch.bucketize(numbers, borders_b)
+    counts = torch.zeros(numbers.shape, dtype=torch.int8)
+    above = torch.empty(numbers.shape, dtype=torch.bool)
+    for border in borders_b.tolist():
+        counts += torch.gt(numbers, border, out=above).view(torch.int8)
+    return counts.to(torch.int64)
 
 
 def choose_table(
@@ -175,7 +191,7 @@ def _search_scales(
         for factor in (*clips, *(-clip for clip in clips)):
             scales_oS = stored_scales(unit_oS * (factor / largest), dtype)
             steps_oS1 = (scales_oS / unit_oS).to(torch.float32)[..., None]
-            nearest_oSg = table_n[torch.bucketize(shares_oSg / steps_oS1, borders_b)]
+            nearest_oSg = table_n[levels_above(shares_oSg / steps_oS1, borders_b)]
             errors_oS = (nearest_oSg.mul_(steps_oS1).sub_(shares_oSg).square_() * importance_Sg).sum(dim=-1)
             better_oS = errors_oS < least_oS
             best_oS, least_oS = best_oS.where(~better_oS, scales_oS), least_oS.where(~better_oS, errors_oS)

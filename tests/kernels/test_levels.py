@@ -19,6 +19,7 @@ from pipeline.kernels.levels import (
     clips_from,
     fitted_levels,
     iq4_nl_levels,
+    levels_above,
     normal_levels,
 )
 from pipeline.kernels.packing import scaled
@@ -164,3 +165,15 @@ def test_clips_of_jobs_begun_before() -> None:
     assert clips_from(FED_CLIPS, 0.875) == (1.0, 0.91)
     assert clips_from(UNIFORM_CLIPS, 0.875) == (1.0, 0.975, 0.95, 0.925, 0.9, 0.875)
     assert clips_from(FED_CLIPS, 1.0) == (1.0,)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [3, 8192])
+def test_place_of_the_nearest_level(bits: int, dtype: torch.dtype, count: int) -> None:
+    """Numbers on a border belong to the level below it, however many are looked up at once."""
+    borders_b = borders(normal_levels(bits).to(dtype))
+    numbers_N = torch.randn(count, dtype=dtype, generator=torch.Generator().manual_seed(bits))
+    numbers_N = torch.cat((numbers_N, borders_b, torch.tensor([torch.inf, -torch.inf, 0.0, -0.0], dtype=dtype)))
+    expected_N = (numbers_N[:, None] > borders_b).sum(dim=1)
+    assert torch.equal(levels_above(numbers_N, borders_b), expected_N)
