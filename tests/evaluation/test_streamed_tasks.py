@@ -160,6 +160,9 @@ def test_addresses_of_buckets_are_refused_where_a_disk_is_needed(
     ("options", "said"),
     [
         (["--limit", "3", "--text", "x"], "--limit: only with --tasks"),
+        (["--tasks", "x.yaml", "--limit", "0"], "--limit: 0 is too small"),
+        (["--tasks", "x.yaml", "--num-fewshot", "-1"], "--num-fewshot: -1 is too small"),
+        (["--tasks", "x.yaml", "--batch", "0"], "--batch: 0 is too small"),
         (["--tasks", "x.yaml", "--run-dir", "kept", "--whole-model"], "nothing is kept with --whole-model"),
         (["--tasks", "x.yaml", "--beside", "m", "--endpoint", "http://h/v1"], "one server answers for one model"),
     ],
