@@ -191,6 +191,11 @@ class RowTexts:
             return missing_field(place, self._text, row.item, name)
         if self._template is None or not self._template.exists:
             raise no_template(place, name)
+        if unknown := self._template.unknown_arguments:
+            raise InputError(
+                f"{place}: template: the chat template has no argument {', '.join(unknown)}; correct the name, or "
+                "leave it out"
+            )
         if tools and not self._template.writes_tools:
             if self._text.tools is not None:
                 raise InputError(

@@ -177,6 +177,14 @@ def test_tools_that_the_template_does_not_write(tmp_path: Path) -> None:
         [*read_documents(Text(files=(str(tmp_path / "a.txt"),), template={}), tokenizer_with())]
 
 
+def test_arguments_that_the_template_does_not_have(tmp_path: Path) -> None:
+    text = Text(files=(str(write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}])),), template={"endin": "w7"})
+    with pytest.raises(InputError, match="line 1: template: the chat template has no argument endin; correct the name"):
+        [*read_documents(text, tokenizer_with())]
+    documents = text.model_copy(update={"template": {"ending": "w7", "documents": []}})
+    assert [*read_documents(documents, tokenizer_with())] == ["<s> w1 w2 w3 w7"]
+
+
 def test_many_damaged_conversations_are_refused(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}] * 9 + [{"messages": [3]}])
     with pytest.raises(
