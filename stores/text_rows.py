@@ -249,7 +249,10 @@ def missing_field(place: str, text: Text, fields: Mapping[str, Any], name: str |
         return InputError(f"{place}: conversations in {names}; set `messages` (init: --messages) to one of them")
     if name is None and text.has_conversations:
         names = ", ".join(map(repr, fields))
-        return InputError(f"{place}: no field of conversations; set `messages` to one of {names}")
+        return InputError(
+            f"{place}: no field of conversations, for which `tools` and `template` are; leave them out, or set "
+            f"`messages` (init: --messages) to one of {names}"
+        )
     return InputError(f"{place}: no field {name or DEFAULT_FIELD!r}; {_advice(fields)}")
 
 

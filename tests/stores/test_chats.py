@@ -170,7 +170,9 @@ def test_tools_that_the_template_does_not_write(tmp_path: Path) -> None:
     assert "does not write the tools of 3 conversations" in ReadText(tuple(readings)).left_out()[0]
     with pytest.raises(InputError, match="field 'tools' holds tools, and the chat template writes none; leave out"):
         [*read_documents(text.model_copy(update={"tools": "tools"}), tokenizer_with(PLAIN))]
-    with pytest.raises(InputError, match="no field of conversations; set `messages` to one of 'a'"):
+    with pytest.raises(
+        InputError, match=r"no field of conversations, for which .*; leave them out, or set .* to one of 'a'"
+    ):
         [*read_documents(Text(files=(str(write_rows(path, [{"a": "b"}])),), tools="tools"), tokenizer_with())]
     (tmp_path / "a.txt").write_text("w1")
     with pytest.raises(InputError, match="plain text; conversations are read from"):
