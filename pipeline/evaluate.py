@@ -179,8 +179,9 @@ def _check_task_options(arguments: Any) -> None:
         if refused := [f"--{name.replace('_', '-')}" for name in alone if getattr(arguments, name)]:
             raise InputError(f"{', '.join(refused)}: only with --tasks")
         return
-    if arguments.every < 1:
-        raise InputError(f"--every: {arguments.every} is too small")
+    for name, least in {"every": 1, "batch": 1, "limit": 1, "num_fewshot": 0}.items():
+        if (value := getattr(arguments, name)) is not None and value < least:
+            raise InputError(f"--{name.replace('_', '-')}: {value} is too small")
     if elsewhere and arguments.run_dir:
         raise InputError(f"--run-dir {arguments.run_dir}: nothing is kept with {elsewhere}; give one of the two")
     if arguments.endpoint and arguments.beside:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -76,6 +78,13 @@ class ChatTemplate:
     def writes_tools(self) -> bool:
         """True if the template writes the tools of a conversation."""
         return self._shows("a", [{"type": "function", "function": PROBE_TOOL}])
+
+    @cached_property
+    def unknown_arguments(self) -> list[str]:
+        """The arguments that the template does not name, so that they would change nothing."""
+        read = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        names = (name for name in self._arguments if name not in read)
+        return [name for name in names if not re.search(rf"\b{re.escape(name)}\b", self._source)]
 
     @cached_property
     def _takes_parts(self) -> bool:

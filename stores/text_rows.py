@@ -191,6 +191,11 @@ class RowTexts:
             return missing_field(place, self._text, row.item, name)
         if self._template is None or not self._template.exists:
             raise no_template(place, name)
+        if unknown := self._template.unknown_arguments:
+            raise InputError(
+                f"{place}: template: the chat template has no argument {', '.join(unknown)}; correct the name, or "
+                "leave it out"
+            )
         if tools and not self._template.writes_tools:
             if self._text.tools is not None:
                 raise InputError(
@@ -244,7 +249,10 @@ def missing_field(place: str, text: Text, fields: Mapping[str, Any], name: str |
         return InputError(f"{place}: conversations in {names}; set `messages` (init: --messages) to one of them")
     if name is None and text.has_conversations:
         names = ", ".join(map(repr, fields))
-        return InputError(f"{place}: no field of conversations; set `messages` to one of {names}")
+        return InputError(
+            f"{place}: no field of conversations, for which `tools` and `template` are; leave them out, or set "
+            f"`messages` (init: --messages) to one of {names}"
+        )
     return InputError(f"{place}: no field {name or DEFAULT_FIELD!r}; {_advice(fields)}")
 
 

@@ -121,10 +121,11 @@ def load_tasks(asked: AskedTasks, generates: bool) -> Any:
 
 def run_tasks(lm: Any, model: str, asked: AskedTasks, loaded: Any) -> Scores:
     """Score a model. `lm`: lm-eval's interface to it; `model`: its name, for samples; `loaded`: of `load_tasks`."""
-    import lm_eval  # slow imports, only where tasks are scored
+    from lm_eval import evaluator  # slow imports, only where tasks are scored
 
     os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval would fork beside Ray's threads
-    results = lm_eval.simple_evaluate(
+    evaluator.get_git_commit_hash = lambda: None  # outside of repositories, git prints an error
+    results = evaluator.simple_evaluate(
         model=lm,
         tasks=list(loaded.loaded["tasks"]),
         task_manager=loaded,

@@ -23,7 +23,7 @@ from pipeline.driver.ledger_keys import COMPLETE, SCHEDULE, score_key, task_scor
 from pipeline.evaluation.losses import damage_warnings, shown_perplexity
 from pipeline.evaluation.perplexity import Scoring, score_tokens, sweep_scratch
 from pipeline.evaluation.streamed_tasks import Kept, score_streamed
-from pipeline.evaluation.task_scores import asked_by, score_whole, tasks_digest
+from pipeline.evaluation.task_scores import asked_by, load_tasks, score_whole, tasks_digest
 from pipeline.inputs.calibration import seen_share, tokens_digest
 from pipeline.job.context import JobContext, check_loss
 from pipeline.reporting.summary import SEEN_LIMIT, seen_warning
@@ -56,6 +56,17 @@ def score_output(job: JobContext, seal: str) -> dict[str, Any]:
     for warning in damage_warnings({"evaluation": entered}):
         job.observer.say(warning, logging.WARNING)
     return entered
+
+
+def check_task_documents(job: JobContext) -> None:
+    """Load the manifest's tasks and their documents before a job compresses layers, which may take hours.
+
+    Raises InputError: as `load_tasks`.
+    """
+    evaluation = job.manifest.evaluation
+    if evaluation.tasks:
+        with redirect_stdout(sys.stderr):  # lm-eval prints
+            load_tasks(asked_by(evaluation), generates=evaluation.whole_model)
 
 
 def score_dense_first(job: JobContext) -> None:

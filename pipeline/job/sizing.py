@@ -20,7 +20,7 @@ from pipeline.inputs.job_inputs import MEASURE_LAYERS
 from pipeline.job.context import JobContext
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.held_out import divergence_with, drop_inputs, forget_other_text, score_held_out, scoring_held_out
-from pipeline.job.output_scores import score_dense_first
+from pipeline.job.output_scores import check_task_documents, score_dense_first
 from pipeline.job.prediction import predicted_by_size, predicted_by_task, tries_of
 from pipeline.job.text_amount import choose_samples
 from pipeline.job.texts import check_texts
@@ -34,9 +34,10 @@ def compress_to_budget(job: JobContext, heartbeat: Heartbeat) -> tuple[JobContex
     """Compress every claimed layer to the job's size, and score them on held-out text. Return the job with that
     size.
 
-    Raises InputError when no size stays below `budget.max_loss`, naming the least loss, or when the dense model's loss
-    shows that something was read wrongly.
+    Raises InputError when the documents of a task cannot be loaded, when no size stays below `budget.max_loss`, naming
+    the least loss, or when the dense model's loss shows that something was read wrongly.
     """
+    check_task_documents(job)
     score_dense_first(job)
     job = choose_samples(job, heartbeat)
     forget_other_text(job)

@@ -28,7 +28,7 @@ from pipeline.evaluation.task_scores import Scores
 from pipeline.job.context import JobContext, check_loss, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.ledger_entries import check_entries
-from pipeline.job.output_scores import dense_score_key, score_entry
+from pipeline.job.output_scores import check_task_documents, dense_score_key, score_entry
 from pipeline.job.prediction import predicted_at_ranks
 from pipeline.job.sizing import compress_and_score
 from pipeline.job.stages import assemble_output
@@ -60,6 +60,7 @@ def solve_points(sweep: SweepContext, heartbeat: Heartbeat) -> None:
     """Commit the result of every missing point, and write the checkpoints that the sweep saves.
 
     Raises:
+        InputError: the documents of a task cannot be loaded.
         Interrupted: a signal came; committed results stay.
     """
     pending = [point for point in sweep.points if not sweep.is_solved(point)]
@@ -68,6 +69,7 @@ def solve_points(sweep: SweepContext, heartbeat: Heartbeat) -> None:
     for point in filter(sweep.is_done, sweep.points):
         forget_work(sweep.of(point))  # left by an interruption after the commit
     job, numbers = sweep.job, count(1)
+    check_task_documents(job)
     forget_other_teacher(job)
     with job_workers(job, heartbeat) as workers:
         expect_phases(sweep, pending, sweep.healings_due())

@@ -185,14 +185,15 @@ def _expert_faults(pair: SourceAndOutput, name: str, role: str, stays: int, meth
         return
     entry, record = pair.entry(name), pair.original.tensors[name]
     if (entry.get("origin"), entry.get("dtype")) != (method, record.dtype):
-        yield f"{name}: stored by {method} as {entry or 'nothing'}; the source has {record}"
+        yield f"{name}: stored by {method} as {entry or 'nothing'}; the source has {record.dtype}"
 
 
 def _refitted_faults(pair: SourceAndOutput, name: str, method: str) -> Iterator[str]:
     """Check that a dense tensor with new numbers has the source's dtype and shape."""
     entry, record = pair.entry(name), pair.original.tensors[name]
     if (entry.get("origin"), entry.get("dtype"), entry.get("shape")) != (method, record.dtype, list(record.shape)):
-        yield f"{name}: refitted by {method}, but stored as {entry or 'nothing'}; the source has {record}"
+        expected = f"{record.dtype} {list(record.shape)}"
+        yield f"{name}: refitted by {method}, but stored as {entry or 'nothing'}; the source has {expected}"
 
 
 def _factor_faults(

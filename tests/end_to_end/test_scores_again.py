@@ -150,6 +150,7 @@ def test_tasks_of_both_models_are_scored_once(job: MakeJob, monkeypatch: pytest.
         }
 
     monkeypatch.setattr("pipeline.inputs.job_inputs.check_tasks", lambda tasks, field, whole=None: None)
+    monkeypatch.setattr("pipeline.job.output_scores.load_tasks", lambda asked, generates: None)
     monkeypatch.setattr("pipeline.job.output_scores.score_streamed", score)
     made = job(evaluation={"tasks": ["arc_easy"]})
     found = made.run().json["evaluation"]["tasks"]
@@ -167,6 +168,18 @@ def test_tasks_of_both_models_are_scored_once(job: MakeJob, monkeypatch: pytest.
     assert made.run().json["evaluation"]["tasks"] == found, "without settings, the first scores"
     assert len(asked_for) == 6
     assert "arc   acc" not in made.scored({}).out
+
+
+@needs_lm_eval
+@pytest.mark.usefixtures("inline")
+def test_documents_that_cannot_be_loaded_are_refused_before_any_layer(tmp_path: Path, job: MakeJob) -> None:
+    task = write_task(tmp_path, "words")
+    (tmp_path / "words.jsonl").unlink()
+    made = job(evaluation={"tasks": [str(task)]})
+    refused = made.run()
+    assert refused.code == 2
+    assert f"evaluation.tasks: {task}: cannot be loaded" in refused.err
+    assert not list((made.run_dir / "staged").glob("*"))
 
 
 @needs_lm_eval

@@ -146,6 +146,14 @@ def test_a_pass_is_kept_in_a_bucket(
     assert evaluate(arguments, capsys) == scores
 
 
+def test_no_error_of_git_is_printed(
+    model: Path, tasks: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert pipeline.evaluate.main([str(model), "--tasks", tasks[0], "--limit", "2", "--in-process"]) == 0
+    assert "git repository" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("option", ["--scratch", "--samples"])
 def test_addresses_of_buckets_are_refused_where_a_disk_is_needed(
     option: str, capsys: pytest.CaptureFixture[str]
@@ -160,6 +168,9 @@ def test_addresses_of_buckets_are_refused_where_a_disk_is_needed(
     ("options", "said"),
     [
         (["--limit", "3", "--text", "x"], "--limit: only with --tasks"),
+        (["--tasks", "x.yaml", "--limit", "0"], "--limit: 0 is too small"),
+        (["--tasks", "x.yaml", "--num-fewshot", "-1"], "--num-fewshot: -1 is too small"),
+        (["--tasks", "x.yaml", "--batch", "0"], "--batch: 0 is too small"),
         (["--tasks", "x.yaml", "--run-dir", "kept", "--whole-model"], "nothing is kept with --whole-model"),
         (["--tasks", "x.yaml", "--beside", "m", "--endpoint", "http://h/v1"], "one server answers for one model"),
     ],

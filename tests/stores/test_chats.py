@@ -170,11 +170,21 @@ def test_tools_that_the_template_does_not_write(tmp_path: Path) -> None:
     assert "does not write the tools of 3 conversations" in ReadText(tuple(readings)).left_out()[0]
     with pytest.raises(InputError, match="field 'tools' holds tools, and the chat template writes none; leave out"):
         [*read_documents(text.model_copy(update={"tools": "tools"}), tokenizer_with(PLAIN))]
-    with pytest.raises(InputError, match="no field of conversations; set `messages` to one of 'a'"):
+    with pytest.raises(
+        InputError, match=r"no field of conversations, for which .*; leave them out, or set .* to one of 'a'"
+    ):
         [*read_documents(Text(files=(str(write_rows(path, [{"a": "b"}])),), tools="tools"), tokenizer_with())]
     (tmp_path / "a.txt").write_text("w1")
     with pytest.raises(InputError, match="plain text; conversations are read from"):
         [*read_documents(Text(files=(str(tmp_path / "a.txt"),), template={}), tokenizer_with())]
+
+
+def test_arguments_that_the_template_does_not_have(tmp_path: Path) -> None:
+    text = Text(files=(str(write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}])),), template={"endin": "w7"})
+    with pytest.raises(InputError, match="line 1: template: the chat template has no argument endin; correct the name"):
+        [*read_documents(text, tokenizer_with())]
+    documents = text.model_copy(update={"template": {"ending": "w7", "documents": []}})
+    assert [*read_documents(documents, tokenizer_with())] == ["<s> w1 w2 w3 w7"]
 
 
 def test_many_damaged_conversations_are_refused(tmp_path: Path) -> None:
