@@ -31,7 +31,7 @@ from pipeline.rounding.tasks import rounded_tasks
 from stores.headers import DTYPES
 from stores.ledger import Ledger
 from stores.lock import read_lock
-from stores.run_directory import ENDED, FINGERPRINT, MANIFEST, existing_run
+from stores.run_directory import ENDED, FINGERPRINT, MANIFEST, SWEEP, existing_run
 from stores.storage import Place, Storage, matching
 
 LOG_LINES = 60
@@ -129,6 +129,11 @@ def read_run(place: Place) -> Run:
     """Read a run directory. Raises InputError if there is none, or one of another version."""
     run_dir = existing_run(place)
     storage, manifest = run_dir.storage, run_dir.read_manifest()
+    if storage.has(SWEEP):
+        raise InputError(
+            f"{run_dir.place}: the run directory of a sweep, whose report is sweep.html there, written by `python -m "
+            "pipeline.sweep`"
+        )
     if manifest is None:
         raise InputError(
             f"{run_dir.place}: no work has begun there (it has no {MANIFEST}); `python -m pipeline.status "
