@@ -148,7 +148,7 @@ def _heal(job: JobContext, healing: Healing, pool: WorkerStarter) -> HealedEntry
     if not layers:
         job.observer.say(
             f"heal: no step came closer to the dense model on held-out text than the start ({figures['before']:.4f} "
-            "nats per token); the layers stay as they were",
+            "nats per token); OUTPUT is that of the solve",
             logging.WARNING,
         )
     job.ledger.retract(COMPLETE)  # its OUTPUT is no longer that of the layers

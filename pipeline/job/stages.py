@@ -13,7 +13,7 @@ from pipeline.checkpoint.listing import companion_faults
 from pipeline.checkpoint.output_directory import claim_files, survey_output
 from pipeline.console.signals import deferred_signals, interrupt_on_signals
 from pipeline.cost_model.remarks import source_remarks
-from pipeline.driver.ledger_keys import COMPLETE, HELD_OUT_SCORE, REUSED, SAMPLES, TEXTS, TRIED_SIZE
+from pipeline.driver.ledger_keys import COMPLETE, HEALED, HELD_OUT_SCORE, REUSED, SAMPLES, TEXTS, TRIED_SIZE
 from pipeline.evaluation.losses import all_warnings
 from pipeline.job.context import JobContext
 from pipeline.job.heartbeat import Heartbeat
@@ -117,7 +117,8 @@ def finish(
         "peak_bytes": {"driver": peak_bytes(), "workers": effort.peak_bytes},
         "plan": job.plan.report(),
     }
-    if healed := compression.get("healed"):
+    asked = job.ledger.get(HEALED) if job.manifest.heal else None  # without layers, none was better than the solve
+    if healed := asked.figures if asked else compression.get("healed"):
         figures["healed"] = healed
     if one_text := source_remarks(job.inputs.planned):
         figures["one_text"] = one_text[0]

@@ -15,6 +15,7 @@ import torch
 
 from manifests.entries import CurvesEntry, DenseEntry, GradientEntry, HealingCurve, LayerEntry, StatisticsEntry
 from manifests.errors import InputError, StorageError
+from manifests.quantize import OUTER_ROLES
 from manifests.records import Curve
 from manifests.schema import Manifest
 from pipeline.cost_model.estimate import Plan, make_plan
@@ -108,15 +109,13 @@ class Run:
 
     def stored_bytes(self, layer: int) -> dict[str, int]:
         """Return the stored bytes of a compressed layer by group; `rest` is claimed by no task."""
-        prefixes = [
-            (prefix + ".", task.name)
-            for task in self.tasks
-            if task.layer == layer
-            for prefix in (
-                *(self.geometry.layers[layer].path(role) for role in task.roles),
-                self.geometry.layers[layer].group_path(task.roles, task.name),
-            )
-        ]
+        geometry = self.geometry.layers[layer]
+        prefixes = []
+        for task in (task for task in self.tasks if task.layer == layer):
+            paths = [geometry.path(role) for role in task.roles]
+            if not {*task.roles} & {*OUTER_ROLES}:
+                paths.append(geometry.group_path(task.roles, task.name))
+            prefixes += [(f"{path}.", task.name) for path in paths]
         stored: Counter[str] = Counter()
         for name, tensor in self.layers[layer].staged.tensors.items():
             fitting = ((len(prefix), group) for prefix, group in prefixes if name.startswith(prefix))

@@ -45,9 +45,7 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
         console.print()
     _say_counts(summary["counts"], console, say)
     say(_time_line(summary["seconds"]))
-    peaks = summary["peak_bytes"]
-    workers = ", ".join(f"{peak / 2**20:,.0f}" for peak in peaks["workers"].values())
-    say(f"peak memory in MiB: driver {peaks['driver'] / 2**20:,.0f}; workers {workers}")
+    say(_memory_line(summary["peak_bytes"]))
     if samples := summary.get("samples"):
         say(samples_line(samples))
     for line in read_lines(summary):
@@ -83,9 +81,15 @@ def samples_line(entered: Mapping[str, Any]) -> str:
 
 
 def healed_line(figures: Mapping[str, Any]) -> str:
-    """Return a line about a healing, from its figures in the compression record."""
+    """Return a line about a healing, from its figures. Without a best step the layers are those of the solve."""
+    trained = f"{figures['steps']} steps on {figures['tokens']:,} tokens"
+    if not figures["best_step"]:
+        return (
+            f"not healed: of {trained}, none lowered the divergence on held-out text, {figures['before']:.4f}; OUTPUT "
+            "is that of the solve"
+        )
     return (
-        f"healed: {figures['steps']} steps on {figures['tokens']:,} tokens, best after step {figures['best_step']}; "
+        f"healed: {trained}, best after step {figures['best_step']}; "
         f"divergence on held-out text {figures['before']:.4f} before, {figures['after']:.4f} after"
     )
 
@@ -261,8 +265,16 @@ def _extent(entry: Mapping[str, Any]) -> str:
 
 def _time_line(seconds: Mapping[str, Any]) -> str:
     phases = ", ".join(f"{name} {spent:.1f} s" for name, spent in seconds["phases"].items())
-    share = compute_share(seconds)
-    return f"time: {seconds['total']:.1f} s ({phases}); workers inside products and decompositions: {share:.0%}"
+    time = f"time: {seconds['total']:.1f} s ({phases})"
+    if not seconds["units"]:
+        return time  # all units were done in an earlier run
+    return f"{time}; workers inside products and decompositions: {compute_share(seconds):.0%}"
+
+
+def _memory_line(peaks: Mapping[str, Any]) -> str:
+    driver = f"peak memory in MiB: driver {peaks['driver'] / 2**20:,.0f}"
+    workers = ", ".join(f"{peak / 2**20:,.0f}" for peak in peaks["workers"].values())
+    return f"{driver}; workers {workers}" if workers else driver
 
 
 def _short(value: Any) -> str:

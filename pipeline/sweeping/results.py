@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -41,6 +41,7 @@ MEASURED = {  # heading -> field and form
 }
 DROPPED = ("seconds", "predicted", "numbers", "best by")  # columns that a narrow terminal lacks, in this order
 GAP = 2
+NAME_WIDTH = 26  # most characters of the points' names, gap included, that a table's width is divided by
 COLUMNS = (
     "point", "series", "methods", "rounding", "numbers_kept", "bytes", "bytes_kept", "cache_bytes_per_token",
     "cache_kept", "perplexity", "loss", "loss_over_dense", "divergence", "held_out_perplexity", "damaged",
@@ -132,23 +133,43 @@ def write_results(run_dir: Storage, results: Mapping[str, Any]) -> None:
 
 
 def print_results(results: Mapping[str, Any], console: Console) -> None:
-    """Print a row for each point, with as many measured columns as fit the width."""
+    """Print a row for each point. A width that is too small for all figures drops some, and makes further tables of the
+    others."""
     columns = _columns(results)
     room = console.width - max(len(cell) for cell in columns["point"])
     for dropped in DROPPED:
         if sum(_width(*column) for column in columns.items()) - _width("point", columns["point"]) > room:
             columns.pop(dropped, None)
+    for shown in _parts(columns, console.width):
+        console.print(_table(shown))
+    for line in text_lines(results):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for warning in results["warnings"]:
+        console.print(warning, style="bold red", markup=False, highlight=False, soft_wrap=True)
+
+
+def _parts(columns: Mapping[str, list[str]], width: int) -> Iterator[dict[str, list[str]]]:
+    """Yield the columns of one table after another, each with the points' names. Long names are folded."""
+    names = {"point": columns["point"]}
+    shown = dict(names)
+    room = width - min(_width("point", columns["point"]), NAME_WIDTH) + GAP
+    for name, cells in columns.items():
+        used = sum(_width(*column) for column in shown.items() if column[0] != "point")
+        if len(shown) > 1 and used + _width(name, cells) > room:
+            yield shown
+            shown = dict(names)
+        shown[name] = cells
+    yield shown
+
+
+def _table(columns: Mapping[str, list[str]]) -> Table:
     shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for name in columns:
         words = name in ("point", "best by")
         shown.add_column(name, justify="left" if words else "right", no_wrap=not words, overflow="fold")
     for row in zip(*columns.values(), strict=True):
         shown.add_row(*row)
-    console.print(shown)
-    for line in text_lines(results):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    for warning in results["warnings"]:
-        console.print(warning, style="bold red", markup=False, highlight=False, soft_wrap=True)
+    return shown
 
 
 def _columns(results: Mapping[str, Any]) -> dict[str, list[str]]:

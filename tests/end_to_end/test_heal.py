@@ -210,6 +210,9 @@ def test_a_healing_that_helps_nothing_changes_nothing(job: MakeJob) -> None:
     ended = command("heal", str(made.run_dir), "--set", "heal.learning_rate=0.9")
     assert ended.code == 0, ended.err
     assert "no step came closer to the dense model" in ended.err
+    assert "not healed: of" in ended.out
+    assert "peak memory in MiB: driver" in ended.out
+    assert "; workers" not in ended.out, "none has worked in this run"
     assert "healed" not in made.compression()
     assert all(torch.equal(tensor, base[name]) for name, tensor in read_tensors(made.output).items())
     assert made.run().json["already_finished"]

@@ -146,6 +146,8 @@ def test_a_killed_job_goes_on_and_one_of_other_bits_reuses_the_pass(wide: Path, 
     """The same bytes whether solved at once, from the ledger, or from the statistics of a job of other bits."""
     whole = job(wide, methods=[], budget=None, **rounding(4, what="all"))
     assert whole.run().code == 0
+    reported = command("report", str(whole.run_dir))  # of groups outside the layers, too
+    assert reported.code == 0, reported.err
     again = job(wide, methods=[], budget=None, **rounding(8, what="all"))
     assert again.run().code == 0
     for entry in (again.run_dir / "ledger").glob("layer.00001.*"):

@@ -125,6 +125,8 @@ def test_what_is_written(sweep: Callable[..., Sweep], inline: None) -> None:
     assert json.loads((run_dir / "sweep.json").read_text())["points"] == found["points"]
     rows = list(csv.DictReader((run_dir / "sweep.csv").read_text().splitlines()))
     assert [row["point"] for row in rows] == [row["point"] for row in found["points"]]
+    refused = command("report", str(run_dir))
+    assert (refused.code, "whose report is" in refused.err) == (2, True)
     for row, point in zip(rows, found["points"], strict=True):
         assert float(row["perplexity"]) == point["perplexity"] == math.exp(point["loss"])
         assert float(row["bytes_kept"]) == point["counts"]["bytes"]["compressed"] / point["counts"]["bytes"]["dense"]

@@ -176,12 +176,30 @@ def test_healed_scores_stand_beside_those_of_the_solved_layers(width: int) -> No
     print_results(with_healed(), Console(file=text, width=width))
     lines = text.getvalue().splitlines()
     assert max(map(len, lines)) <= width
-    first, second, third = lines[4:7]
+    first, second, third = (
+        " ".join(line for line in lines if line.startswith(point["point"])) for point in with_healed()["points"][:3]
+    )
     assert ("0.0625" in first, "0.0321" in first, "2.3000" in first) == (True, True, True)
     assert ("no gain" in second, "no gain" in third) == (True, False)
     table = list(csv.DictReader(io.StringIO(as_csv(with_healed()))))
     assert [line["healed_loss_over_dense"] for line in table[:3]] == ["0.0625", "", ""]
     assert "healed" not in as_csv(results()).splitlines()[0]
+
+
+def test_names_and_figures_stay_whole_where_many_tasks_need_several_tables() -> None:
+    tasks = {
+        f"task_{number}": {"documents": 5, "metrics": {"acc": {"value": 0.4375, "stderr": None}}} for number in "ab"
+    }
+    found = with_healed() | {"tasks": tasks}
+    found["points"] = [point | {"tasks": tasks} for point in found["points"]]
+    text = io.StringIO()
+    print_results(found, Console(file=text, width=60))
+    lines = text.getvalue().splitlines()
+    assert max(map(len, lines)) <= 60
+    for point in found["points"]:
+        rows = " ".join(line for line in lines if line.startswith(point["point"]))
+        assert rows.split().count("0.4375") == len(tasks)
+        assert f"{point['bytes_kept']:.4f}" in rows
 
 
 @pytest.mark.slow
