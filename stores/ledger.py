@@ -265,7 +265,7 @@ def _encode(key: str, generation: int, record: object) -> bytes:
     entry = {"version": LEDGER_VERSION, "key": key, "generation": generation, "record": record}
     content = json.dumps(entry, allow_nan=False, default=_as_json)
     entry = json.loads(content)  # tuples and int keys become what a reader gets
-    return _canonical({**entry, "sha256": hashlib.sha256(_canonical(entry)).hexdigest()})
+    return _compact({**entry, "sha256": hashlib.sha256(_canonical(entry)).hexdigest()})
 
 
 def _as_json(value: object) -> Any:
@@ -311,4 +311,10 @@ def _validated(key: str, record: dict[str, Any]) -> Any:
 
 
 def _canonical(entry: dict[str, Any]) -> bytes:
-    return json.dumps(entry, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    """Return the bytes of which an entry's digest is taken. The stored ones keep the order of fields, for summaries."""
+    return _compact(entry, sort_keys=True)
+
+
+def _compact(entry: dict[str, Any], sort_keys: bool = False) -> bytes:
+    text = json.dumps(entry, sort_keys=sort_keys, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode()
