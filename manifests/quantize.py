@@ -21,7 +21,7 @@ CHOSEN_LEVELS: tuple[LevelKind, ...] = ("uniform", "normal", "learned")  # of `l
 DAMPING, LEAST_CLIP, SHRINKAGE = 0.03, 0.5, 0.3  # docs/results.md#constants-of-rounding
 # Of jobs begun before these were fields.
 FORMER_CONSTANTS = {"damping": 0.01, "least_clip": 0.875, "polish": 0, "shrinkage": 0.0}
-CORRECTED_TOKENS = 16  # for each number that a matrix reads: with fewer, corrections follow their noise
+CORRECTED_TOKENS = 32  # for each number that a matrix reads. docs/results.md#corrected-rounding
 OUTER_BITS = 8  # of embeddings and head with `bits: auto`, as no curve predicts the loss of fewer bits there
 
 
