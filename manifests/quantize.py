@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from manifests.blocks import RIDGES, Listed, ManifestBlock, Ridge, Share
+from manifests.blocks import Listed, ManifestBlock, Ridge, Share
 from manifests.records import LevelKind
 
 QUANTIZED_ROLES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -19,6 +19,7 @@ Skipped = Literal[
 OUTER_ROLES = ("embed", "head")
 CHOSEN_LEVELS: tuple[LevelKind, ...] = ("uniform", "normal", "learned")  # of `levels: auto`
 DAMPING, LEAST_CLIP, SHRINKAGE = 0.03, 0.5, 0.3  # docs/results.md#constants-of-rounding
+ROUNDED_RIDGES = (1.0, 3.0)  # of `correct_ridges`. docs/results.md#corrected-rounding
 # Of jobs begun before these were fields.
 FORMER_CONSTANTS = {"damping": 0.01, "least_clip": 0.875, "polish": 0, "shrinkage": 0.0}
 CORRECTED_TOKENS = 32  # for each number that a matrix reads. docs/results.md#corrected-rounding
@@ -52,8 +53,9 @@ class Quantize(ManifestBlock):
     `least_clip`: the least share of a group's largest magnitude that its codes may cover, with feedback. `polish`:
     sweeps over uniform codes and their scales after feedback, each of which lowers the error. `correct: output`: each
     matrix that no method compresses is fitted behind the rounded layers before it, to compensate their error, and then
-    rounded; routed experts are not fitted. `correct_ridges`: as those of loss_aware. `symmetric`: codes have no zero
-    point, which is the only kind that is stored.
+    rounded; routed experts are not fitted. `correct_ridges`: as those of loss_aware, but larger, because
+    rounding leaves errors that follow the text less. `symmetric`: codes have no zero point, which is the only kind that
+    is stored.
     """
 
     bits: Literal[8, 4, 3, 2, "auto"]
@@ -68,7 +70,7 @@ class Quantize(ManifestBlock):
     least_clip: Share = LEAST_CLIP
     polish: Annotated[int, Field(ge=0, le=16)] = 1
     correct: Literal["none", "output"] = "none"
-    correct_ridges: Annotated[tuple[Ridge, Ridge], Listed] = RIDGES
+    correct_ridges: Annotated[tuple[Ridge, Ridge], Listed] = ROUNDED_RIDGES
 
     @field_validator("symmetric")
     @classmethod

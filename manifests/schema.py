@@ -20,7 +20,7 @@ from manifests.evaluation import Evaluation
 from manifests.fit import Fit
 from manifests.heal import Heal
 from manifests.methods import FORMER_RIDGES, AnyMethod
-from manifests.quantize import FORMER_CONSTANTS, Quantize
+from manifests.quantize import FORMER_CONSTANTS, ROUNDED_RIDGES, Quantize
 
 MANIFEST_VERSION = 1
 RANKS_ONLY = re.compile(  # fields of `Manifest.semantic` that change ranks and bits, but no measurement on text
@@ -378,8 +378,8 @@ def completed(semantic: Any) -> Any:
 
     `calibration.prefix` stays missing, because the samples of older versions had no prefix. Rounding with error
     feedback, the backward pass and corrections get the constants that they had before these were fields, and
-    `feedback: null` what it meant before it could mean both sides. A value that no version of the schema can have
-    written is returned unchanged.
+    `feedback: null` what it meant before it could mean both sides. Ridges of rounding that are not used have their
+    default. A value that no version of the schema can have written is returned unchanged.
     """
     if not isinstance(semantic, Mapping):
         return semantic
@@ -390,6 +390,8 @@ def completed(semantic: Any) -> Any:
         fields["calibration"] = {**calibration, "text": {"files": ["-"]}, "gradient": gradient}
         if isinstance(quantize := fields.get("quantize"), Mapping) and quantize.get("feedback") is not False:
             fields["quantize"] = {**FORMER_CONSTANTS, **quantize, "feedback": quantize.get("feedback") or True}
+    if isinstance(quantize := fields.get("quantize"), Mapping) and quantize.get("correct", "none") == "none":
+        fields["quantize"] = {**quantize, "correct_ridges": ROUNDED_RIDGES}
     if isinstance(methods := fields.get("methods"), Sequence):
         fields["methods"] = [
             {"correct_ridges": FORMER_RIDGES, **entry}

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from manifests import VERSION
-from manifests.blocks import RIDGES
 from manifests.calibration import FORMER_LEAST_TOKENS
 from manifests.methods import FORMER_RIDGES
+from manifests.quantize import ROUNDED_RIDGES
 from manifests.records import SourceFile
 from pipeline.inputs.calibration import tokens_digest
 from pipeline.inputs.job_inputs import Inputs
@@ -59,5 +59,5 @@ def semantic_fields(inputs: Inputs) -> dict[str, Any]:
         if field.get("correct") == "none":
             field["correct_ridges"] = FORMER_RIDGES
     if manifest.quantize and manifest.quantize.correct == "none":
-        fields["quantize"]["correct_ridges"] = [*RIDGES]
+        fields["quantize"]["correct_ridges"] = [*ROUNDED_RIDGES]
     return fields

@@ -92,7 +92,7 @@ def _recipe(recipe: Recipe, goal: Goal, tokens: int) -> Iterator[str]:
     rounds_alone = recipe.bits == 4 and not recipe.entries and not goal.uncorrected and not goal.mixture
     if rounds_alone and tokens >= CORRECTED_TOKENS * goal.widest:
         yield "# With `correct: output` in it each layer compensates the error of the rounded layers before it. This"
-        yield "# took a quarter off the loss of one model and nothing off two others', for several more passes."
+        yield "# took 9 to 25 % off the divergence of two models at 3 bits, for the time of several more passes."
     if recipe.bits is not None:
         yield _quantize(recipe.bits, recipe.levels, goal.unrounded)
     yield f"methods: [{', '.join(recipe.entries)}]  # {recipe.label}"

@@ -288,6 +288,17 @@ def test_ridges_of_an_older_version_are_those_that_it_had(tmp_path: Path) -> Non
     assert "methods.0.correct_ridges: [0.001, 0.0001] -> [0.1, 0.3]" in refused(run, {"manifest": corrected()})
 
 
+@pytest.mark.parametrize("kept", [{}, {"correct_ridges": [0.1, 0.3]}])
+def test_ridges_of_rounding_that_an_older_version_did_not_use(tmp_path: Path, kept: dict[str, Any]) -> None:
+    """Neither a version without the field nor one with another default keeps a job from going on."""
+    now = semantic(quantize={"bits": 4})
+    given = {name: value for name, value in now["quantize"].items() if name != "correct_ridges"}
+    run = RunDirectory(tmp_path / "run")
+    run.prepare()
+    assert bound(run, {"manifest": {**now, "quantize": {**given, **kept}}})
+    assert not bound(run, {"manifest": now})
+
+
 def test_ranks_of_an_older_version_are_multiples_of_one(tmp_path: Path) -> None:
     whole = semantic()
     (entry,) = whole["methods"]
