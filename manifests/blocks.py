@@ -41,7 +41,6 @@ Share = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False), BeforeValid
 Location = Annotated[str, AfterValidator(_without_control_characters)]
 Count = Annotated[int, Field(gt=0, le=10**9)]
 Ridge = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
-RIDGES = (0.1, 0.3)  # of corrections, by default. docs/results.md#ridges-of-corrections
 LearningRate = Annotated[Annotated[float, Field(gt=0.0, lt=1.0)] | Literal["auto"], BeforeValidator(_is_a_rate_or_auto)]
 Listed = Field(strict=False)  # YAML has lists only; strict tuples refuse them
 

@@ -154,22 +154,17 @@ class Calibration(ManifestBlock):
     @model_validator(mode="before")
     @classmethod
     def _auto_begins_with_the_most(cls, fields: Any) -> Any:
-        if not isinstance(fields, Mapping) or fields.get("samples") != "auto":
+        if not isinstance(fields, Mapping):
             return fields
-        if fields.get("max_samples") is None:
-            raise ValueError("samples: auto chooses among at most max_samples; give max_samples")
-        return {**fields, "samples": fields["max_samples"]}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _few_samples_have_fewer_shards(cls, fields: Any) -> Any:
-        if not isinstance(fields, Mapping) or "shards" in fields:
-            return fields
-        auto = fields.get("samples") == "auto"  # pydantic runs the later of two such validators first
-        samples = fields.get("max_samples" if auto else "samples")
-        if type(samples) is not int or samples < 1:
-            return fields
-        return {**fields, "shards": max(1, min(SHARDS, samples // PARTS if auto else samples))}
+        completed, fewest = {**fields}, fields.get("samples")
+        if fewest == "auto":
+            if fields.get("max_samples") is None:
+                raise ValueError("samples: auto chooses among at most max_samples; give max_samples")
+            completed["samples"] = fewest = fields["max_samples"]
+            fewest = max(1, fewest // PARTS) if type(fewest) is int else fewest
+        if type(fewest) is int and 1 <= fewest < SHARDS:
+            completed.setdefault("shards", fewest)
+        return completed
 
     @model_validator(mode="after")
     def _auto_has_parts(self) -> Self:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from manifests.blocks import RIDGES, Count, Listed, ManifestBlock, Ridge, Share
+from manifests.blocks import Count, Listed, ManifestBlock, Ridge, Share
 from manifests.method_entry import MethodEntry, Refine
 
 FORMER_RIDGES = [1e-3, 1e-4]  # of jobs begun before `correct_ridges` was a field
@@ -244,7 +244,7 @@ class LossAware(MethodEntry):
     mlp: bool = True
     factors: Literal["pivoted", "plain"] = "pivoted"
     correct: Literal["none", "output"] = "none"
-    correct_ridges: Annotated[tuple[Ridge, Ridge], Listed] = RIDGES
+    correct_ridges: Annotated[tuple[Ridge, Ridge], Listed] = (0.1, 0.3)
     weighting: Literal["loss", "input"] = "loss"
     widths: Count = 8
     shapes: Literal["free", "layer", "stock"] = "free"

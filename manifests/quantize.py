@@ -53,9 +53,8 @@ class Quantize(ManifestBlock):
     `least_clip`: the least share of a group's largest magnitude that its codes may cover, with feedback. `polish`:
     sweeps over uniform codes and their scales after feedback, each of which lowers the error. `correct: output`: each
     matrix that no method compresses is fitted behind the rounded layers before it, to compensate their error, and then
-    rounded; routed experts are not fitted. `correct_ridges`: as those of loss_aware, but larger, because
-    rounding leaves errors that follow the text less. `symmetric`: codes have no zero point, which is the only kind that
-    is stored.
+    rounded; routed experts are not fitted. `correct_ridges`: as those of loss_aware. `symmetric`: codes have no zero
+    point, which is the only kind that is stored.
     """
 
     bits: Literal[8, 4, 3, 2, "auto"]

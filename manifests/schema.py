@@ -369,6 +369,8 @@ class Manifest(ManifestBlock):
         )
         if self.rounding is not None:
             fields["quantize"]["feedback"] = self.rounding.feedback
+        if self.quantize is not None and self.quantize.correct == "none":
+            fields["quantize"]["correct_ridges"] = [*ROUNDED_RIDGES]  # a value that is not used changes nothing
         fields["workers"] = {"cpus": self.workers.cpus}
         return fields
 
@@ -378,8 +380,8 @@ def completed(semantic: Any) -> Any:
 
     `calibration.prefix` stays missing, because the samples of older versions had no prefix. Rounding with error
     feedback, the backward pass and corrections get the constants that they had before these were fields, and
-    `feedback: null` what it meant before it could mean both sides. Ridges of rounding that are not used have their
-    default. A value that no version of the schema can have written is returned unchanged.
+    `feedback: null` what it meant before it could mean both sides. A value that no version of the schema can have
+    written is returned unchanged.
     """
     if not isinstance(semantic, Mapping):
         return semantic
@@ -390,8 +392,6 @@ def completed(semantic: Any) -> Any:
         fields["calibration"] = {**calibration, "text": {"files": ["-"]}, "gradient": gradient}
         if isinstance(quantize := fields.get("quantize"), Mapping) and quantize.get("feedback") is not False:
             fields["quantize"] = {**FORMER_CONSTANTS, **quantize, "feedback": quantize.get("feedback") or True}
-    if isinstance(quantize := fields.get("quantize"), Mapping) and quantize.get("correct", "none") == "none":
-        fields["quantize"] = {**quantize, "correct_ridges": ROUNDED_RIDGES}
     if isinstance(methods := fields.get("methods"), Sequence):
         fields["methods"] = [
             {"correct_ridges": FORMER_RIDGES, **entry}

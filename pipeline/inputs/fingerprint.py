@@ -14,7 +14,6 @@ import torch
 from manifests import VERSION
 from manifests.calibration import FORMER_LEAST_TOKENS
 from manifests.methods import FORMER_RIDGES
-from manifests.quantize import ROUNDED_RIDGES
 from manifests.records import SourceFile
 from pipeline.inputs.calibration import tokens_digest
 from pipeline.inputs.job_inputs import Inputs
@@ -48,7 +47,7 @@ def semantic_fields(inputs: Inputs) -> dict[str, Any]:
     """Return the manifest's fields that determine bytes, with the multiple of ranks for this model.
 
     `gradient.least_tokens` and the `correct_ridges` of methods have their former values where they do not matter, so
-    that directories begun before they were fields go on; those of rounding have their default.
+    that directories begun before they were fields go on.
     """
     manifest, fields = inputs.manifest, inputs.manifest.semantic()
     if (calibration := manifest.calibration) and (calibration.gradient.samples or not inputs.passes.gradient_samples):
@@ -58,6 +57,4 @@ def semantic_fields(inputs: Inputs) -> dict[str, Any]:
         field["rank_multiple"] = stepped.deciding_multiple(inputs.geometry.hidden)
         if field.get("correct") == "none":
             field["correct_ridges"] = FORMER_RIDGES
-    if manifest.quantize and manifest.quantize.correct == "none":
-        fields["quantize"]["correct_ridges"] = [*ROUNDED_RIDGES]
     return fields
