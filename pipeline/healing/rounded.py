@@ -30,7 +30,7 @@ from lamina.levels_lamina import (
     scaled_levels,
 )
 from pipeline.healing.processes import local, whole
-from pipeline.kernels.levels import borders, uniform_levels
+from pipeline.kernels.levels import borders, nearest_places, uniform_levels
 from pipeline.kernels.packing import pack
 
 LATENT = "latent"
@@ -132,7 +132,7 @@ def _nearest(values: Tensor, levels_n: Tensor) -> Tensor:
     """Return the number of the level that is nearest to each value."""
     with torch.no_grad():
         ascending_n, order_n = levels_n.sort()
-        nearest: Tensor = order_n[torch.bucketize(values, borders(ascending_n))]
+        nearest: Tensor = order_n[nearest_places(values, borders(ascending_n))]
         return nearest
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeline.kernels.checks import require_finite, require_square
 from pipeline.kernels.cholesky import factor_
-from pipeline.kernels.levels import LevelKind, borders, choose_table, clips_from, levels_above, uniform_levels
+from pipeline.kernels.levels import LevelKind, borders, choose_table, clips_from, nearest_places, uniform_levels
 from pipeline.kernels.packing import code_range, scaled, stored_scales
 from pipeline.kernels.polishing import Polishing, polish, shrunk_
 
@@ -290,7 +290,7 @@ class Nearest:
         """Return the codes of numbers, which are overwritten, in their dtype. `out`: tensor that holds the codes."""
         if self.borders_b is None:
             return torch.clamp(numbers.round_(), *self.limits, out=out)
-        codes = levels_above(numbers, self.borders_b).add_(self.limits[0])
+        codes = nearest_places(numbers, self.borders_b).add_(self.limits[0])
         return codes.to(numbers.dtype) if out is None else out.copy_(codes)
 
     def levels(self, codes: Tensor) -> Tensor:

@@ -96,8 +96,8 @@ def borders(levels_n: Tensor) -> Tensor:
     return (levels_n[1:] + levels_n[:-1]) / 2.0
 
 
-def levels_above(numbers: Tensor, borders_b: Tensor) -> Tensor:
-    """Return the place of each number's nearest level, int64: the count of borders below the number.
+def nearest_places(numbers: Tensor, borders_b: Tensor) -> Tensor:
+    """Return the place of each number's nearest level in its table, int64: the count of borders below the number.
 
     `torch.bucketize` is a search, whose branches a CPU cannot predict. A few borders are faster compared one by one.
     """
@@ -191,7 +191,7 @@ def _search_scales(
         for factor in (*clips, *(-clip for clip in clips)):
             scales_oS = stored_scales(unit_oS * (factor / largest), dtype)
             steps_oS1 = (scales_oS / unit_oS).to(torch.float32)[..., None]
-            nearest_oSg = table_n[levels_above(shares_oSg / steps_oS1, borders_b)]
+            nearest_oSg = table_n[nearest_places(shares_oSg / steps_oS1, borders_b)]
             errors_oS = (nearest_oSg.mul_(steps_oS1).sub_(shares_oSg).square_() * importance_Sg).sum(dim=-1)
             better_oS = errors_oS < least_oS
             best_oS, least_oS = best_oS.where(~better_oS, scales_oS), least_oS.where(~better_oS, errors_oS)

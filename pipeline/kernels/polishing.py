@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.kernels.levels import borders, levels_above
+from pipeline.kernels.levels import borders, nearest_places
 from pipeline.kernels.packing import code_range, levels_of
 
 PLAIN_BITS = 8  # codes of 8 bits or more have errors too small to polish
@@ -95,7 +95,7 @@ class _Rows:
             for place in range(len(self.scales_So)):
                 self._polish_group(place)
         low, _ = code_range((len(self.levels_n) - 1).bit_length())
-        codes_Io = levels_above(self.numbers_Io.contiguous(), self.borders_B) + low
+        codes_Io = nearest_places(self.numbers_Io.contiguous(), self.borders_B) + low
         return codes_Io.T.to(torch.int8).contiguous(), self.scales_So.T.to(self.dtype).contiguous()
 
     def _polish_group(self, place: int) -> None:
@@ -122,7 +122,7 @@ class _Rows:
         for column in range(len(numbers_bo)):  # on a GPU, kernel launches dominate
             # Two divisions, because the product of the divisors may underflow.
             wanted_o = numbers_bo[column] + pull_bo[column] / moment_bb[column, column] / scale_o
-            level_o = self.levels_n[levels_above(wanted_o, self.borders_B)]
+            level_o = self.levels_n[nearest_places(wanted_o, self.borders_B)]
             pull_bo.addr_(moment_bb[column], (level_o - numbers_bo[column]) * scale_o, alpha=-1.0)
             numbers_bo[column] = level_o
         pull_go.addmm_(moment_gg[:, block], (numbers_bo - before_bo) * scale_o, alpha=-1.0)

@@ -19,7 +19,7 @@ from pipeline.kernels.levels import (
     clips_from,
     fitted_levels,
     iq4_nl_levels,
-    levels_above,
+    nearest_places,
     normal_levels,
 )
 from pipeline.kernels.packing import scaled
@@ -176,4 +176,4 @@ def test_place_of_the_nearest_level(bits: int, dtype: torch.dtype, count: int) -
     numbers_N = torch.randn(count, dtype=dtype, generator=torch.Generator().manual_seed(bits))
     numbers_N = torch.cat((numbers_N, borders_b, torch.tensor([torch.inf, -torch.inf, 0.0, -0.0], dtype=dtype)))
     expected_N = (numbers_N[:, None] > borders_b).sum(dim=1)
-    assert torch.equal(levels_above(numbers_N, borders_b), expected_N)
+    assert torch.equal(nearest_places(numbers_N, borders_b), expected_N)
