@@ -88,7 +88,7 @@ def connect(
         if not (trains and _lacks_environments()):
             return str(ray.get_runtime_context().gcs_address)
         ray.shutdown()
-    joined = "" if is_local(address) else address or os.environ["RAY_ADDRESS"]
+    joined = cluster_address(address)
     if not joined and (fault := thread_fault(workers.cpus, machine_cores(), "this machine")):
         raise InputError(fault)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -128,10 +128,10 @@ def connect(
     return str(ray.get_runtime_context().gcs_address)
 
 
-def is_local(address: str | None) -> bool:
-    """Return True if `connect` starts Ray on this machine, because neither the caller nor the environment names a
-    cluster."""
-    return not (address or os.environ.get("RAY_ADDRESS"))
+def cluster_address(address: str | None) -> str | None:
+    """Return the address of the cluster that the caller or the environment names. Without one, `connect` starts Ray on
+    this machine."""
+    return address or os.environ.get("RAY_ADDRESS")
 
 
 def await_cluster(address: str, timeout_s: float, stopped: Callable[[], bool]) -> None:

@@ -37,7 +37,7 @@ def join_cluster(job: JobContext, address: str | None, timeout_s: float) -> None
         job.observer.say("all work is done in this process, without Ray")
         return
     with quick_imports():
-        from workers.cluster import connect, is_local
+        from workers.cluster import cluster_address, connect
         from workers.hardware import unused_here
     methods = "+".join(dict.fromkeys(entry.method for entry in job.manifest.methods))
     labels = {"lamina": job.name, "run_dir": job.run_dir.place, "output": job.output, "methods": methods}
@@ -45,7 +45,7 @@ def join_cluster(job: JobContext, address: str | None, timeout_s: float) -> None
         trains = job.manifest.heal is not None
         cluster = connect(address, job.manifest.workers, timeout_s, job.stop.is_set, labels, trains)
     job.observer.say(f"Ray at {cluster}")
-    if is_local(address) and (unused := unused_here(job.manifest.workers)):
+    if not cluster_address(address) and (unused := unused_here(job.manifest.workers)):
         job.observer.say(unused)
 
 
