@@ -12,7 +12,6 @@ from pipeline.cost_model.planned_job import PlannedJob
 from pipeline.cost_model.prices import WORKERS_SECONDS, Prices
 from pipeline.cost_model.rates import Rates
 from pipeline.cost_model.work import forward_flops, scoring_flops
-from pipeline.units.scores import scorers
 from pipeline.units.sharding import text_windows
 
 
@@ -37,7 +36,8 @@ def texts_seconds(job: PlannedJob, prices: Prices, evaluation: int = 0) -> float
     """Return the seconds in which the dense model passes both texts: the samples, and `evaluation` tokens to evaluate.
     Held-out text may pass it with them.
 
-    Half of the workers score one model. Each of them builds every layer. The result is 0 for a job without statistics.
+    All workers score the one model, and each of them builds every layer. The pass is in the source's dtype, or in
+    float32 if held-out text is there. The result is 0 for a job without statistics.
     """
     calibration, work, rates, passes = job.manifest.calibration, prices.work, prices.rates, prices.passes
     if calibration is None or not (work.moment_flops or work.sample_bytes or work.pair_bytes or passes.importance):
@@ -46,7 +46,8 @@ def texts_seconds(job: PlannedJob, prices: Prices, evaluation: int = 0) -> float
     windows = text_windows(calibration.samples, length) + text_windows(evaluation // length, length)
     flops = windows * length * scoring_flops(job.geometry, length)
     flops += passes.layers * work.held_out_flops[0] if passes.joined else 0.0
-    computing = flops / rates.single / scorers(2 * passes.shards, passes.workers)
+    rate = rates.single if passes.joined else rates.products
+    computing = flops / rate / min(2 * passes.shards, passes.workers)
     building = passes.layers * work.built_bytes / rates.memory
     reading = 0.0 if passes.cached else passes.layers * work.weight_bytes / rates.disk
     return max(reading, computing + building)

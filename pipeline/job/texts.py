@@ -137,11 +137,14 @@ def _losses(
 def _windows(job: JobContext, tokens: ArrayRecord, counts: tuple[int, ...]) -> tuple[Windows, list[int]]:
     """Return the windows of several texts, which follow each other in `tokens`, and the end of each text's shards.
 
-    `counts`: the number of windows of each text. A shard has windows of one text only.
+    `counts`: the number of windows of each text, the held-out ones last. A shard has windows of one text only. The
+    forward pass is in the source's dtype, which is enough to judge a text. Held-out windows need float32, as in
+    `held_out`, because a divergence is measured from their outputs.
     """
     calibration = job.manifest.calibration
     assert calibration is not None, "the job has calibration samples"
-    dtype = str(torch.promote_types(job.inputs.dtype, torch.float32)).removeprefix("torch.")
+    stored = job.inputs.dtype
+    dtype = str(torch.promote_types(stored, torch.float32) if counts[-1] else stored).removeprefix("torch.")
     ranges: list[tuple[int, int]] = []
     ends, begin = [], 0
     for count in counts:

@@ -24,7 +24,7 @@ RATES = replace(
 
 def job_of(**calibration: Any) -> Manifest:
     text = {"text": {"files": ["t"]}, "samples": 16, "sequence_length": 32, "shards": 4, "propagate": "dense"}
-    return manifest(keep=0.8, calibration={**text, **calibration}, workers={"max": 2})
+    return manifest(keep=0.8, calibration={**text, **calibration}, workers={"max": 1})
 
 
 def prices_for(job: Manifest, *, importance: int = 0, **work: Any) -> Prices:
@@ -55,26 +55,26 @@ def flops(windows: int, length: int) -> float:
 )
 def test_windows_of_both_texts_pass_the_model(evaluation: int, windows: int, length: int) -> None:
     """As long as a sample, or as the evaluation text if that is shorter; a rest is not scored."""
-    assert seconds(job_of(), evaluation) == pytest.approx(flops(windows, length) / 1000.0)
+    assert seconds(job_of(), evaluation) == pytest.approx(flops(windows, length) / 500.0)
 
 
 def test_at_most_so_many_tokens_of_each_text() -> None:
     """8,192 of each: 256 windows of 32 tokens."""
     many = job_of(samples=5000)
-    assert seconds(many) == pytest.approx(flops(256, 32) / 1000.0)
-    assert seconds(many, 10**6) == pytest.approx(2 * flops(256, 32) / 1000.0)
+    assert seconds(many) == pytest.approx(flops(256, 32) / 500.0)
+    assert seconds(many, 10**6) == pytest.approx(2 * flops(256, 32) / 500.0)
 
 
-@pytest.mark.parametrize(("workers", "scorers"), [(1, 1), (2, 1), (3, 2), (8, 4), (100, 8)])
-def test_half_of_the_workers_share_the_windows(workers: int, scorers: int) -> None:
+@pytest.mark.parametrize(("workers", "scorers"), [(1, 1), (2, 2), (8, 8), (100, 8)])
+def test_the_workers_share_the_windows(workers: int, scorers: int) -> None:
     """No more than there are shards of both texts: twice four."""
-    assert seconds(job_of(), workers=workers) == pytest.approx(flops(16, 32) / 1000.0 / scorers)
+    assert seconds(job_of(), workers=workers) == pytest.approx(flops(16, 32) / 500.0 / scorers)
 
 
 def test_every_scorer_builds_every_layer() -> None:
     once = seconds(job_of())
     assert seconds(job_of(), built_bytes=200.0) == pytest.approx(once + 6 * 2.0)
-    assert seconds(job_of(), built_bytes=200.0, workers=8) == pytest.approx(once / 4 + 6 * 2.0)
+    assert seconds(job_of(), built_bytes=200.0, workers=8) == pytest.approx(once / 8 + 6 * 2.0)
 
 
 def test_reading_goes_on_beside_the_products() -> None:
@@ -86,8 +86,9 @@ def test_reading_goes_on_beside_the_products() -> None:
 
 
 def test_held_out_text_may_pass_the_model_with_both_texts() -> None:
+    """All in float32, at a rate of its own."""
     with_it, without = (seconds(job_of(), held_out_flops=(5000.0, 7.0), joined=joined) for joined in (True, False))
-    assert with_it - without == pytest.approx(6 * 5000.0 / 1000.0)
+    assert with_it - without / 2 == pytest.approx(6 * 5000.0 / 1000.0)
 
 
 def test_a_job_without_statistics_reads_no_text() -> None:
