@@ -4,7 +4,8 @@ Every product of rows is rounded to one grid before it is added, and no sum belo
 float64 additions are then exact, so that any order, grouping and number of workers gives the same bits. Each channel is
 scaled by a power of two first, so that one grid suits loud and silent channels.
 
-T tokens, F features, H heads, G groups of heads, d = F / H, R rows of one product, b rows of a band.
+T tokens, F features, H heads, G groups of heads, d = F / H, R rows that a product sums over, b rows of a band, p of a
+product's result.
 """
 
 import math
@@ -18,7 +19,8 @@ from pipeline.kernels.moments import ROWS_PER_PRODUCT, batched_product, exact_ha
 
 BAND = 512
 STRIP = 64  # rows mirrored at a time: on a CPU several times as fast as more
-ADDED_ROWS = {"cpu": 64, "cuda": BAND}  # rows of a band added at a time: they fit into a CPU's cache
+PRODUCT_ROWS = {"cpu": 192, "cuda": BAND}  # rows of a band in one product: fewer compute less below the diagonal
+ADDED_ROWS = {"cpu": 64, "cuda": BAND}  # rows of a product added at a time: they fit into a CPU's cache
 MARGIN_BITS = 20  # log2 of the factor by which sums of squares may exceed the sample's prediction
 SILENT_BITS = 16  # a channel that is zero in the sample is assumed 2^-16 of the mean square
 FLOOR_BITS = 40  # no channel is assumed below 2^-40 of the mean square
@@ -85,7 +87,10 @@ def choose_grid(squares_Gd: Tensor, sample_rows: int, rows: int, dtype: torch.dt
 
 
 def empty_bands(groups: int, width: int, device: torch.device) -> list[Tensor]:
-    """Zeros for the upper triangles of `groups` moments: bands (G, b, width - start) float64 of at most 512 rows."""
+    """Zeros for the upper triangles of `groups` moments: bands (G, b, width - start) float64 of at most 512 rows.
+
+    What a band has below the diagonal is not read: zeros, or sums where a product spans the diagonal.
+    """
     return [
         torch.zeros(groups, min(BAND, width - start), width - start, dtype=torch.float64, device=device)
         for start in range(0, width, BAND)
@@ -107,7 +112,7 @@ class MomentSum:
         self._rounder = 1.5 * 2.0 ** (grid.bits - GRID_BITS + MANTISSA[product_dtype])
         self._excess = 0.0  # sum of rounders still contained in the bands
         self._factors: dict[torch.dtype, Tensor] = {}  # kept on the device: a copy would make every product wait
-        self._added_rows = ADDED_ROWS[device.type]
+        self._product_rows, self._added_rows = PRODUCT_ROWS[device.type], ADDED_ROWS[device.type]
 
     def add_(self, *parts_TF: Tensor) -> None:
         """Add the second moments of values (..., F), which may come in parts: a product may span parts.
@@ -139,21 +144,26 @@ class MomentSum:
         # Subtracting the rounder from each float32 product would cost as much as adding it. It is a small multiple of
         # the grid, so that the sum stays exact with it, and `bands` subtracts all rounders at once.
         stays = self.product_dtype == torch.float32
-        for band_Gbd, first in zip(self._bands, range(0, rows_GRd.shape[-1], BAND), strict=True):
-            left_GbR = rows_GRd[:, :, first : first + BAND].transpose(1, 2)
-            right_GRd = rows_GRd[:, :, first:]
-            product_Gbd = batched_product(left_GbR, right_GRd, self.product_dtype)
+        for block_Gpd, first in self._blocks():
+            left_GpR = rows_GRd[:, :, first : first + block_Gpd.shape[1]].transpose(1, 2)
+            product_Gpd = batched_product(left_GpR, rows_GRd[:, :, first:], self.product_dtype)
             rows = self._added_rows
-            for sum_Gnd, term_Gnd in zip(band_Gbd.split(rows, 1), product_Gbd.split(rows, 1), strict=True):
+            for sum_Gnd, term_Gnd in zip(block_Gpd.split(rows, 1), product_Gpd.split(rows, 1), strict=True):
                 term_Gnd.add_(self._rounder)
                 sum_Gnd.add_(term_Gnd if stays else term_Gnd.sub_(self._rounder))
         self._excess += self._rounder if stays else 0.0
 
+    def _blocks(self) -> Iterator[tuple[Tensor, int]]:
+        """Yield the sums of each product, rows of a band from their diagonal on, and the first of these rows."""
+        for band_Gbd, start in zip(self._bands, range(0, self.grid.exponents.shape[1], BAND), strict=True):
+            for row in range(0, band_Gbd.shape[1], self._product_rows):
+                yield band_Gbd[:, row : row + self._product_rows, row:], start + row
+
     def bands(self) -> list[Tensor]:
         """The current sum by bands of rows (`empty_bands`); not copies: more may be added afterwards."""
         if self._excess:
-            for band_Gbd in self._bands:
-                band_Gbd.sub_(self._excess)
+            for block_Gpd, _ in self._blocks():
+                block_Gpd.sub_(self._excess)
             self._excess = 0.0
         return self._bands
 

@@ -60,10 +60,12 @@ def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.fixture(params=[5, 512])
+@pytest.fixture(params=[(5, 5), (5, 2), (512, 192), (512, 7)], ids=str)
 def band(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(exact_sums, "BAND", request.param)
-    return int(request.param)
+    rows, product_rows = request.param
+    monkeypatch.setattr(exact_sums, "BAND", rows)
+    monkeypatch.setitem(exact_sums.PRODUCT_ROWS, "cpu", product_rows)
+    return int(rows)
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 4), (4, 2), (6, 1)])
