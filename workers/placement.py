@@ -97,17 +97,25 @@ def _cost(unit: ShardUnit, member: Holder, live: Collection[Holder]) -> tuple[in
     """Return the cost of giving a worker a shard that no worker holds, or None if it should not take the shard now.
 
     The order for windows: a worker with windows of the model, up to its share (`shards_per_worker`); a worker without
-    windows, for the model on the fewest workers; an idle worker with windows of other models.
+    windows, for the model on the fewest workers; an idle worker with windows of other models. A worker with as many
+    windows, of any models, leaves it to workers with fewer: it may have been idle while they were not.
     """
     if not isinstance(unit, WindowForward | Score):
         return 0, 0
-    mine = Counter(model for model, _ in member.shards)
+    mine, share = _windows(member), shards_per_worker(unit.windows.shards, len(live))
+    if mine.total() >= share and any(_windows(other).total() < share for other in live):
+        return None
     if mine[unit.model]:
-        return (0, 0) if mine[unit.model] < shards_per_worker(unit.windows.shards, len(live)) else None
+        return (0, 0) if mine[unit.model] < share else None
     holders = sum(any(model == unit.model for model, _ in other.shards) for other in live)
-    if not any(mine):
+    if not mine:
         return 1, holders
     return (2, holders) if member.idle else None
+
+
+def _windows(holder: Holder) -> Counter[str]:
+    """Count the windows that a worker holds, by model."""
+    return Counter(model for model, _ in holder.shards if model not in ("", GRADIENTS))
 
 
 def _near(unit: Unit, member: Holder, live: Collection[Holder]) -> bool:

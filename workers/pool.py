@@ -29,6 +29,7 @@ from ray.util import metrics
 
 from manifests.errors import InputError, Interrupted, WorkerError
 from manifests.schema import Workers
+from pipeline.units.scores import Score
 from pipeline.units.sums import Collect
 from pipeline.units.units import ConcurrentUnit, ShardUnit, Summable, Unit
 from workers.actor import BESIDE, WorkerActor
@@ -283,6 +284,8 @@ class RayPool(UnitAccounts):
             self.pause.end()
             if isinstance(unit, Collect):
                 member.sums.discard(unit.sums)
+            if isinstance(unit, Score):  # the worker has dropped its hidden states
+                member.shards.discard(shard_of(unit))
             self.account(worker_name(member.where), unit, value)
             result = attach_handles(unit, value.result, member.tensors.pop(ref))
             self.finished.append((unit, replace(value, result=result)))

@@ -86,6 +86,24 @@ def test_two_models_go_through_different_workers() -> None:
     assert choose_unit([made[2]], first, live) == 0
 
 
+def test_who_has_more_windows_leaves_the_other_model_s_to_who_has_fewer() -> None:
+    """Of two models on two workers each takes three of six windows, also if one of them was idle first."""
+    first, second = live = [worker(), worker()]
+    first.shards = {("made", shard) for shard in range(2)}
+    second.shards = {("made", 2)}
+    dense = windows("dense")
+    assert choose_unit(dense, first, live) == 0
+    first.shards.add(("dense", 0))
+    assert choose_unit(dense[1:], first, live) is None
+    second.idle = False
+    assert choose_unit(dense[1:], first, live) is None, "the other one is idle when its unit ends"
+    second.idle = True
+    for shard in (1, 2):
+        assert choose_unit(dense[shard:], second, live) == 0
+        second.shards.add(("dense", shard))
+    assert choose_unit(windows("third"), first, live) == 0, "where all have as many, nobody waits"
+
+
 def test_windows_are_taken_over_by_who_is_idle_where_they_are_stored() -> None:
     rich, poor = live = [worker(), worker()]
     rich.shards = {("made", shard) for shard in range(3)}

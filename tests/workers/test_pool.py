@@ -22,7 +22,7 @@ from ray.exceptions import (
 from manifests.errors import InputError, Interrupted, NumericsError, StorageError, WorkerError
 from manifests.schema import Workers
 from pipeline.methods.method import Moment
-from pipeline.units.scores import Score, Windows
+from pipeline.units.scores import Score, WindowForward, Windows
 from pipeline.units.sums import (
     Add,
     AddDone,
@@ -116,6 +116,16 @@ def test_scores_go_where_the_hidden_states_are(make: Any) -> None:
     do(pool, [Score(Windows.even(8, 8, "float32", 1), "m", 1, shard) for shard in range(8)])
     for actor in fake.actors:
         assert sorted(unit.shard for unit in actor.done if isinstance(unit, Score)) == shards_of(actor, 0)
+
+
+def test_windows_that_were_scored_are_no_longer_held(make: Any) -> None:
+    """The worker has dropped their hidden states, so that they do not count when other windows are shared out."""
+    pool = make(FakeRay())
+    cut = Windows.even(8, 8, "float32", 1)
+    do(pool, [WindowForward(cut, "m", 0, shard) for shard in range(8)])
+    assert sum(len(member.shards) for member in pool.members) == 8
+    do(pool, [Score(cut, "m", 1, shard) for shard in range(8)])
+    assert not any(member.shards for member in pool.members)
 
 
 def test_all_workers_forget_before_their_next_unit(make: Any) -> None:

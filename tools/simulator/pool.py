@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from pipeline.cost_model.prices import START_SECONDS
+from pipeline.units.scores import Score
 from pipeline.units.sums import Collect
 from pipeline.units.units import ConcurrentUnit, ShardUnit, Summable, Unit
 from tools.simulator.clock import Clock, Course
@@ -152,7 +153,8 @@ class ClockPool:
             while assigned and waiting:
                 assigned = False
                 for member in sorted(live, key=lambda member: len(member.running[thread])):
-                    state = (self.offers, len(member.running[thread]), len(member.shards))
+                    held = sum(len(other.shards) for other in live)
+                    state = (self.offers, len(member.running[thread]), held)
                     if state[1] == DEPTH or member.refused.get(thread) == state:
                         continue
                     index = choose_unit(waiting, member, live, beside=thread == BESIDE)
@@ -182,7 +184,10 @@ class ClockPool:
         self.clock.run(self.course(unit, member), partial(self._end, member, queue), lambda: member.alive)
 
     def _end(self, member: Worker, queue: deque[Unit], result: Any) -> None:
-        self.finished.append((queue.popleft(), result))
+        unit = queue.popleft()
+        self.finished.append((unit, result))
+        if isinstance(unit, Score):
+            member.shards.discard(shard_of(unit))
         if queue:
             self._begin(member, queue)
 
