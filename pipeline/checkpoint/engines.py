@@ -43,7 +43,7 @@ def engine_table(config: Mapping[str, Any], cache_share: float) -> str:
     export, cut = "python -m pipeline.export PATH", _kept_by_exports(config, described)
     uniform = " and have uniform levels" if tables else ""
     if (option := _gguf_option(config)) is not None:
-        keeps = (rounded or (tables and not option)) and not is_mixture(config)  # whose codes are multiplied out
+        keeps = rounded or (tables and not option)
         which = uniform if option else ""
         codes = f"; codes of 8 and 4 bits of matrices that are not factored{which}" if keeps else ""
         rows.append(("llama.cpp", f"`{export} --to gguf{option} FILE`", cut + codes))

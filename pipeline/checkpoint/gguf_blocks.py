@@ -11,14 +11,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from manifests.engines import GGUF_BLOCK
 from manifests.records import LevelKind, Scheme
 from pipeline.kernels.gptq import round_to_nearest
 from pipeline.kernels.levels import iq4_nl_levels
 
-BLOCK = 32
 Kind = Literal["Q8_0", "Q4_0", "IQ4_NL"]
 KINDS: dict[tuple[LevelKind, int], Kind] = {("uniform", 8): "Q8_0", ("uniform", 4): "Q4_0", ("iq4_nl", 4): "IQ4_NL"}
-BYTES: dict[Kind, int] = {"Q8_0": 2 + BLOCK, "Q4_0": 2 + BLOCK // 2, "IQ4_NL": 2 + BLOCK // 2}
+BYTES: dict[Kind, int] = {"Q8_0": 2 + GGUF_BLOCK, "Q4_0": 2 + GGUF_BLOCK // 2, "IQ4_NL": 2 + GGUF_BLOCK // 2}
 ROUNDING = 2.0**-11  # the most that a scale may change in float16, as a share of its row's largest scale
 
 
@@ -29,7 +29,7 @@ def block_kind(scheme: Scheme, columns: int, scales_OS: Tensor, levels_n: Tensor
     """
     if levels_n is not None and not is_iq4_nl(levels_n):
         return None
-    fits = columns % BLOCK == 0 and (scheme.group is None or scheme.group % BLOCK == 0)
+    fits = columns % GGUF_BLOCK == 0 and (scheme.group is None or scheme.group % GGUF_BLOCK == 0)
     zeros_OS = scales_OS.abs() <= torch.finfo(scales_OS.dtype).tiny  # the scale of a group of zeros in a table
     exact_OS = scales_OS.to(torch.float64).masked_fill(zeros_OS, 0.0)
     change_OS = (exact_OS.to(torch.float16).to(torch.float64) - exact_OS).abs()
@@ -45,9 +45,9 @@ def is_iq4_nl(levels_n: Tensor) -> bool:
 def blocks(codes_OI: Tensor, scales_OS: Tensor, kind: Kind) -> Tensor:
     """Return the blocks of each row, (O, bytes of a row) uint8."""
     rows, columns = codes_OI.shape
-    count = columns // BLOCK
+    count = columns // GGUF_BLOCK
     scales_OB = scales_OS.repeat_interleave(count // scales_OS.shape[1], dim=1).to(torch.float16)
-    codes_OBn = codes_OI.reshape(rows, count, BLOCK)
+    codes_OBn = codes_OI.reshape(rows, count, GGUF_BLOCK)
     if kind != "Q8_0":
         low_OBn, high_OBn = (codes_OBn + 8).to(torch.uint8).chunk(2, dim=2)
         codes_OBn = low_OBn | high_OBn << 4
@@ -60,5 +60,5 @@ def eight_bits(weight_OI: Tensor) -> Tensor:
 
     Raises ValueError on NaN or infinity, and on scales beyond float16.
     """
-    rounded = round_to_nearest(weight_OI, 8, BLOCK, torch.float16)
+    rounded = round_to_nearest(weight_OI, 8, GGUF_BLOCK, torch.float16)
     return blocks(rounded.codes, rounded.scales, "Q8_0")

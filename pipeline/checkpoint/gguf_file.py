@@ -1,9 +1,9 @@
 """Export a compressed checkpoint as one GGUF file for llama.cpp. Factors are multiplied out; MLPs keep their widths.
 
-Matrices of 8 and 4 bits that are not factored keep their codes, as Q8_0 and Q4_0, or as IQ4_NL with its levels.
-Mixtures of experts, whose codes are multiplied out, are in `gguf_mixtures`. The architecture of dense models is `llama`
-if all MLPs have one width, else `deci`, whose sizes are lists by layer. Both rotate neighbours (2i, 2i + 1), and our
-families rotate halves (i, i + d/2). Therefore the rows of q and k, and their biases, are reordered.
+Matrices of 8 and 4 bits that are not factored keep their codes, as Q8_0 and Q4_0, or as IQ4_NL with its levels
+(`gguf_codes`). Mixtures of experts are in `gguf_mixtures`. The architecture of dense models is `llama` if all MLPs have
+one width, else `deci`, whose sizes are lists by layer. Both rotate neighbours (2i, 2i + 1), and our families rotate
+halves (i, i + d/2). Therefore the rows of q and k, and their biases, are reordered.
 The package gguf is an extra: `pip install 'CHECKOUT[gguf]'`.
 
 Legend: D hidden, n heads, d head_dim.
@@ -15,7 +15,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -26,13 +26,13 @@ from torch import Tensor
 
 from lamina import LayersConfig
 from lamina.rotary_lamina import LaminaRotaryEmbedding
+from manifests.engines import GGUF_BLOCK
 from manifests.errors import InputError
 from manifests.packages import install_advice
-from manifests.records import Scheme
 from pipeline.checkpoint.dense_weights import dense_weights
-from pipeline.checkpoint.expert_codes import whole_roles
 from pipeline.checkpoint.exporting import coarsest, compressed_checkpoint, try_destination
-from pipeline.checkpoint.gguf_blocks import BLOCK, BYTES, Kind, block_kind, blocks, eight_bits
+from pipeline.checkpoint.gguf_blocks import BYTES, Kind, eight_bits
+from pipeline.checkpoint.gguf_codes import Coded, coded_matrices, unchanged
 from pipeline.checkpoint.gguf_mixtures import MixtureFile, neighbours_first
 from pipeline.checkpoint.gguf_names import BIASES, LAYER_NAMES
 from pipeline.checkpoint.gguf_vocabulary import add_vocabulary, vocabulary_of
@@ -41,8 +41,6 @@ from pipeline.families.blocks import AttentionBlock, roles_of
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.families.registry import geometry_of
 from pipeline.inputs.source_dtypes import source_dtype
-from pipeline.kernels.packing import unpack
-from pipeline.rounding.schemes import LEVELS, PACKED, SCALE, SHAPE, packed_modules, rounded_modules
 from stores.corpus import load_tokenizer
 from stores.durable import partial_path, storage_errors
 from stores.model_files import TOKENIZERS
@@ -158,18 +156,18 @@ def _write(
     import gguf
 
     numbers, kinds = 0, []
-    shapes, dtypes, rounded, writer, tensors = _contents(checkpoint, config, path, say)
+    shapes, dtypes, coded, writer, tensors = _contents(checkpoint, config, path, say)
     dtypes = {} if in_float32 else dtypes
-    of_blocks: dict[str, Kind] = {name: matrix.kind for name, matrix in rounded.items()}
+    of_blocks: dict[str, Kind] = {name: tensor.kind for name, tensor in coded.items()}
     for name, shape in shapes if rounds_ends else ():
-        if name in ENDS and name not in rounded and shape[-1] % BLOCK:
-            say(f"{name}: rows of {shape[-1]} numbers are no whole blocks of {BLOCK}; stored unrounded")
-        elif name in ENDS and name not in rounded:
+        if name in ENDS and name not in coded and shape[-1] % GGUF_BLOCK:
+            say(f"{name}: rows of {shape[-1]} numbers are no whole blocks of {GGUF_BLOCK}; stored unrounded")
+        elif name in ENDS and name not in coded:
             of_blocks[name] = "Q8_0"
     for name, shape in shapes:
         if name in of_blocks:
             kind: str = of_blocks[name]
-            row_bytes = shape[-1] // BLOCK * BYTES[of_blocks[name]]
+            row_bytes = shape[-1] // GGUF_BLOCK * BYTES[of_blocks[name]]
         else:
             dtype = dtypes.get(name, torch.float32)
             kind, row_bytes = DTYPE_KINDS[dtype], shape[-1] * dtype.itemsize
@@ -183,8 +181,8 @@ def _write(
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for (name, _), tensor in zip(shapes, tensors, strict=True):
-            if name in rounded:
-                tensor = rounded[name].read(checkpoint)
+            if name in coded:
+                tensor = coded[name].read(checkpoint)
             elif name in of_blocks:
                 tensor = eight_bits(tensor)
             else:
@@ -200,8 +198,8 @@ _Shapes = list[tuple[str, tuple[int, ...]]]
 
 def _contents(
     checkpoint: SourceCheckpoint, config: Mapping[str, Any], path: Path, say: Callable[[str], None]
-) -> tuple[_Shapes, Mapping[str, torch.dtype], Mapping[str, _RoundedMatrix], Any, Iterator[Tensor]]:
-    """Return the tensors' names, shapes and dtypes; the matrices whose codes are kept; the writer; and the tensors."""
+) -> tuple[_Shapes, Mapping[str, torch.dtype], Mapping[str, Coded], Any, Iterator[Tensor]]:
+    """Return the tensors' names, shapes and dtypes; those whose codes are kept; the writer; and the tensors."""
     import gguf
 
     if is_mixture(config):
@@ -210,51 +208,24 @@ def _contents(
         file.add_sizes(writer)
         each = [*file.all]
         shapes = [(tensor.name, tensor.shape) for tensor in each]
-        return shapes, {tensor.name: tensor.dtype for tensor in each}, {}, writer, file.tensors(say)
+        return shapes, {tensor.name: tensor.dtype for tensor in each}, file.coded, writer, file.tensors(say)
     described = LayersConfig(**config)
     widths = mlp_widths(described)
     uniform = len(set(widths)) == 1
     writer = gguf.GGUFWriter(str(path), "llama" if uniform else "deci")
     _add_sizes(writer, described, widths[0] if uniform else widths)
-    rounded, tensors = _rounded_matrices(checkpoint, config), _tensors(checkpoint, config, described, say)
-    return [*_shapes(config, described, widths)], _file_dtypes(checkpoint, config), rounded, writer, tensors
+    coded, tensors = _coded_tensors(checkpoint, config), _tensors(checkpoint, config, described, say)
+    return [*_shapes(config, described, widths)], _file_dtypes(checkpoint, config), coded, writer, tensors
 
 
-@dataclass(frozen=True)
-class _RoundedMatrix:
-    """A matrix whose codes are written to the file. `heads`: the number of heads, if rows are reordered."""
-
-    path: str
-    scheme: Scheme
-    kind: Kind
-    heads: int | None
-
-    def read(self, checkpoint: SourceCheckpoint) -> Tensor:
-        """Return the blocks, (O, bytes of a row) uint8."""
-        parts = checkpoint.read([self.path + part for part in (PACKED, SCALE, SHAPE)])
-        codes_OI = unpack(parts[self.path + PACKED], self.scheme.bits, int(parts[self.path + SHAPE][1]))
-        scales_OS = parts[self.path + SCALE]
-        if self.heads is not None:
-            codes_OI, scales_OS = (neighbours_first(rows, self.heads) for rows in (codes_OI, scales_OS))
-        return blocks(codes_OI, scales_OS, self.kind)
-
-
-def _rounded_matrices(checkpoint: SourceCheckpoint, config: Mapping[str, Any]) -> dict[str, _RoundedMatrix]:
-    """Map names in the file to matrices whose codes fit llama.cpp's blocks. Others are dequantized."""
-    heads: dict[str, int | None] = {config["block"][name]: None for name in ("embed", "head")}
+def _coded_tensors(checkpoint: SourceCheckpoint, config: Mapping[str, Any]) -> dict[str, Coded]:
+    """Map names in the file to matrices whose codes it keeps. Others are dequantized."""
+    names, arranged = _file_names(config), dict[str, Callable[[Tensor], Tensor]]()
     for layer in geometry_of(config).layers:
-        rotated = _rotated(layer.attention)
-        heads |= {layer.path(role): rotated.get(role) for role in whole_roles(config, layer)}
-    names, matrices = _file_names(config), {}
-    for path, scheme in rounded_modules(config, packed_modules(checkpoint.tensors)).items():
-        if path not in heads:
-            continue
-        tables = [path + LEVELS] if scheme.has_table else []
-        parts = checkpoint.read([path + SCALE, path + SHAPE, *tables])
-        kind = block_kind(scheme, int(parts[path + SHAPE][1]), parts[path + SCALE], parts.get(path + LEVELS))
-        if kind is not None:
-            matrices[names[path]] = _RoundedMatrix(path, scheme, kind, heads[path])
-    return matrices
+        for role, heads in _rotated(layer.attention).items():
+            arranged[layer.path(role)] = partial(neighbours_first, heads=heads)
+    coded = coded_matrices(checkpoint, config)
+    return {names[path]: replace(matrix, arranged=arranged.get(path, unchanged)) for path, matrix in coded.items()}
 
 
 def _add_sizes(writer: Any, described: LayersConfig, width: int | list[int]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lamina.mixture_lamina import ROUTER, ROUTER_BIAS, SHARED, split_role
 from pipeline.checkpoint.exporting import coarsest, layer_weights
+from pipeline.checkpoint.gguf_codes import Coded, coded_matrices, coded_tensor, unchanged
 from pipeline.checkpoint.gguf_names import EXPERTS, NAMES
 from pipeline.checkpoint.targets import counted, stock_widths, written_config
 from pipeline.families.layer_geometry import LayerGeometry
@@ -30,10 +31,6 @@ from workers.checkpoint_reader import cpu_reader
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def _unchanged(weight: Tensor) -> Tensor:
-    return weight
-
-
 @dataclass(frozen=True)
 class FileTensor:
     """A tensor of the file.
@@ -43,6 +40,7 @@ class FileTensor:
         shape: the shape; for experts' matrices (E, O, I).
         dtype: the dtype in the file.
         keys: role and part of the weights that it holds.
+        paths: the modules of these weights.
         arranged: returns a weight, or a part of it, in the file's order.
         stacked: it holds the weights of all experts.
     """
@@ -51,7 +49,8 @@ class FileTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     keys: tuple[str, ...] = ()
-    arranged: Callable[[Tensor], Tensor] = _unchanged
+    paths: tuple[str, ...] = ()
+    arranged: Callable[[Tensor], Tensor] = unchanged
     stacked: bool = False
 
 
@@ -85,7 +84,10 @@ class MixtureFile:
         names = {block["embed"]: "token_embd", block["final_norm"]: "output_norm", block["head"]: "output"}
         shapes = dict(geometry_of(self.config).outer)
         keys = {f"{path}.weight": f"{name}.weight" for path, name in names.items() if not (tied and name == "output")}
-        return {key: FileTensor(name, shapes[key], self._dtype([key], shapes[key])) for key, name in keys.items()}
+        return {
+            key: FileTensor(name, shapes[key], self._dtype([key], shapes[key]), paths=(key.removesuffix(".weight"),))
+            for key, name in keys.items()
+        }
 
     @cached_property
     def layers(self) -> list[list[FileTensor]]:
@@ -97,6 +99,13 @@ class MixtureFile:
         """Yield every tensor, in the order of the file."""
         yield from self.outer.values()
         yield from (tensor for tensors in self.layers for tensor in tensors)
+
+    @cached_property
+    def coded(self) -> dict[str, Coded]:
+        """Map the names of tensors whose codes the file keeps to their matrices. Others are dequantized."""
+        matrices = coded_matrices(self.checkpoint, counted(self.config))
+        tensors = {each.name: coded_tensor(matrices, each.paths, each.shape, each.arranged) for each in self.all}
+        return {name: coded for name, coded in tensors.items() if coded is not None}
 
     def tensors(self, say: Callable[[str], None]) -> Iterator[Tensor]:
         """Yield the tensors in the order of `all`, with one layer in memory."""
@@ -140,7 +149,7 @@ class MixtureFile:
         if self.architecture == "llama" and role in ("q", "k"):
             block = layer.attention
             return partial(neighbours_first, heads=block.heads if role == "q" else block.kv_heads)
-        return _unchanged
+        return unchanged
 
     def _keys_and_values(self, layer: LayerGeometry, key: str, shape: tuple[int, ...]) -> Iterator[FileTensor]:
         """Yield the two parts of the latent's reader: keys (H, L, N) and values (H, V, L)."""
@@ -169,7 +178,8 @@ class MixtureFile:
     ) -> FileTensor:
         names = {key: own for key, (own, _) in layer.tensors().items()}
         dtype = dtype or self._dtype([names[key] for key in keys], shape)
-        return FileTensor(f"blk.{layer.index}.{name}", shape, dtype, tuple(keys), arranged or _unchanged)
+        paths = tuple(names[key].removesuffix(".weight") for key in keys)
+        return FileTensor(f"blk.{layer.index}.{name}", shape, dtype, tuple(keys), paths, arranged or unchanged)
 
     def _dtype(self, names: Sequence[str], shape: tuple[int, ...]) -> torch.dtype:
         """Return the dtype of a tensor in the file: the source's, but float32 for vectors and wider dtypes."""

@@ -52,7 +52,7 @@ def export_faults(config: Mapping[str, Any], target: ExportTarget, multiply_out:
     described = LayersConfig(**config)
     faults = _value_faults(config, described)
     tables = [*(config.get(TABLES) or {}).values()]
-    if target == "gguf":  # keeps the codes, or of mixtures multiplies them out like uniform ones
+    if target == "gguf":  # keeps the codes
         tables = [scheme for scheme in tables if scheme["levels"] not in FAST_LEVELS["llama.cpp"]]
     kept = target == "dense" or (target == "stock" and is_nf4(config))
     if tables and not kept and not multiply_out:

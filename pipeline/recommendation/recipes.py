@@ -69,13 +69,10 @@ def recipes(fit: Fit, dtype_bits: int, rounds: bool, corrected: bool, mixture: b
     solved = CORRECTED if corrected else SOLVED
     rounds = rounds and (fit.engine, fit.device, dtype_bits) != ("vllm", "cpu", 32)  # its kernels need 16 bits
     if fit.engine == "llama.cpp":
-        listed = [Recipe("fewer and narrower experts", entries=(STOCK,))] if mixture else _of_llama_cpp()
-    else:
-        listed = _of_vllm(fit, solved) if fit.engine == "vllm" else _of_transformers(solved)
+        return _of_llama_cpp(rounds, mixture)
+    listed = _of_vllm(fit, solved) if fit.engine == "vllm" else _of_transformers(solved)
     unrounded = [recipe for recipe in listed if recipe.bits is None]
-    if rounds:
-        return listed
-    return unrounded if fit.engine == "llama.cpp" else [Recipe("ranks", entries=(solved,)), *unrounded]
+    return listed if rounds else [Recipe("ranks", entries=(solved,)), *unrounded]
 
 
 def _of_transformers(solved: str) -> list[Recipe]:
@@ -112,11 +109,14 @@ def _of_vllm(fit: Fit, solved: str) -> list[Recipe]:
     return [Recipe("8 bits", 8), *weights, *latents]
 
 
-def _of_llama_cpp() -> list[Recipe]:
+def _of_llama_cpp(rounds: bool, mixture: bool) -> list[Recipe]:
+    less, entry = ("fewer and narrower experts", STOCK) if mixture else ("narrower MLPs", NARROW)
+    if not rounds:
+        return [Recipe(less, entries=(entry,))]
     return [
         Recipe("8 bits", 8),
         Recipe("4 bits", 4, "iq4_nl"),
-        Recipe("4 bits and narrower MLPs", 4, "iq4_nl", (NARROW,)),
+        Recipe(f"4 bits and {less}", 4, "iq4_nl", (entry,)),
     ]
 
 

@@ -75,7 +75,7 @@ class Goal:
     @property
     def levels(self) -> str:
         """The levels of codes: those of llama.cpp's kernels that lose least, elsewhere uniform ones."""
-        return "iq4_nl" if (self.engine, self.bits, self.mixture) == ("llama.cpp", "4", False) else "uniform"
+        return "iq4_nl" if (self.engine, self.bits) == ("llama.cpp", "4") else "uniform"
 
 
 @dataclass(frozen=True)

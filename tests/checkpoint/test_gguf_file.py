@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,18 +20,19 @@ from lamina import LayersConfig
 from manifests.errors import InputError
 from manifests.records import Scheme
 from pipeline.checkpoint import gguf_file
+from pipeline.checkpoint.gguf_codes import CodedExperts, CodedMatrix, coded_tensor, unchanged
 from pipeline.checkpoint.gguf_file import (
     _add_description,
     _add_sizes,
+    _coded_tensors,
     _file_dtypes,
     _file_names,
     _frequency_factors,
-    _rounded_matrices,
-    _RoundedMatrix,
     _shapes,
     _write,
     export_gguf,
 )
+from pipeline.checkpoint.gguf_mixtures import neighbours_first
 from pipeline.checkpoint.targets import mlp_widths
 from pipeline.families.registry import checkpoint_config, standard_config
 from pipeline.kernels.packing import pack
@@ -165,7 +168,7 @@ def matrix_tensors(path: str, bits: int, group: int | None, rows: int = 4, colum
 
 def test_eight_bits_are_written_as_they_are() -> None:
     """A block of 32 codes begins with its scale."""
-    matrix = _RoundedMatrix("p", Scheme(bits=8, group=None), "Q8_0", None)
+    matrix = CodedMatrix("p", Scheme(bits=8, group=None), "Q8_0", (4, 32))
     stored = matrix.read(checkpoint_of(matrix_tensors("p", 8, None)))
     assert bytes(stored[0].tolist()) == half(1.0) + bytes([254] * 32)
     assert bytes(stored[3].tolist()) == half(4.0) + bytes([1] * 32)
@@ -173,7 +176,7 @@ def test_eight_bits_are_written_as_they_are() -> None:
 
 def test_four_bits_share_bytes() -> None:
     """Two codes plus 8 in each of sixteen bytes: row 0 holds -2, so that every byte is 0x66."""
-    matrix = _RoundedMatrix("p", Scheme(bits=4, group=32), "Q4_0", None)
+    matrix = CodedMatrix("p", Scheme(bits=4, group=32), "Q4_0", (4, 32))
     stored = matrix.read(checkpoint_of(matrix_tensors("p", 4, 32)))
     assert bytes(stored[0].tolist()) == half(1.0) + bytes([0x66] * 16)
     assert bytes(stored[3].tolist()) == half(4.0) + bytes([0x99] * 16)
@@ -182,9 +185,29 @@ def test_four_bits_share_bytes() -> None:
 @pytest.mark.parametrize(("heads", "order"), [(None, [0, 1, 2, 3]), (1, [0, 2, 1, 3]), (2, [0, 1, 2, 3])])
 def test_rows_of_codes_and_scales_are_reordered_together(heads: int | None, order: list[int]) -> None:
     """One head of four rows has two pairs; two heads of two rows have one pair each."""
-    matrix = _RoundedMatrix("p", Scheme(bits=8, group=32), "Q8_0", heads)
+    arranged = unchanged if heads is None else partial(neighbours_first, heads=heads)
+    matrix = CodedMatrix("p", Scheme(bits=8, group=32), "Q8_0", (4, 32), arranged)
     stored = matrix.read(checkpoint_of(matrix_tensors("p", 8, 32)))
     assert [bytes(row.tolist()) for row in stored] == [half(row + 1.0) + bytes([(row - 2) % 256] * 32) for row in order]
+
+
+def test_experts_are_one_tensor_of_one_kind_and_shape() -> None:
+    tensors = matrix_tensors("a", 8, 32) | matrix_tensors("b", 8, 32)
+    coded = {path: CodedMatrix(path, Scheme(bits=8, group=32), "Q8_0", (4, 32)) for path in "ab"}
+    found = coded_tensor(coded, ("b", "a"), (2, 4, 32))
+    assert isinstance(found, CodedExperts)
+    assert (found.kind, [matrix.path for matrix in found.matrices]) == ("Q8_0", ["b", "a"])
+    assert torch.equal(found.read(checkpoint_of(tensors)), torch.stack([coded["b"].read(checkpoint_of(tensors))] * 2))
+    assert coded_tensor(coded, ("a",), (4, 32)) == coded["a"]
+    for paths, shape in ((("a", "c"), (2, 4, 32)), (("a", "b"), (2, 8, 32)), (("a",), (2, 2, 32)), ((), (4, 32))):
+        assert coded_tensor(coded, paths, shape) is None, (paths, shape)
+    for change in ({"kind": "Q4_0"}, {"shape": (2, 32)}):
+        assert coded_tensor({**coded, "b": replace(coded["b"], **change)}, ("a", "b"), (2, 4, 32)) is None, change
+
+
+def heads_of(matrix: Any) -> int | None:
+    """Return the number of heads whose rows a matrix reorders, if any."""
+    return None if matrix.arranged is unchanged else int(matrix.arranged.keywords["heads"])
 
 
 def test_matrices_whose_codes_are_kept() -> None:
@@ -204,10 +227,10 @@ def test_matrices_whose_codes_are_kept() -> None:
     rounded = {path: Scheme(bits=4, group=16 if columns == 48 else 32) for path, (_, columns) in paths.items()}
     forms = ({"v": {"form": "low_rank", "rank": 16}, **pruned(64)}, {"v": {"form": "head_pca", "rank": 8}})
     config = config_of(forms, more={"quantization_config": quantization_config(rounded, rounded)})
-    matrices = _rounded_matrices(checkpoint_of(tensors), config)
+    matrices = _coded_tensors(checkpoint_of(tensors), config)
     assert {*matrices} == {"blk.0.attn_output.weight", "blk.0.ffn_down.weight", "output.weight"}
     assert {matrix.kind for matrix in matrices.values()} == {"Q4_0"}
-    assert {matrix.heads for matrix in matrices.values()} == {None}
+    assert {heads_of(matrix) for matrix in matrices.values()} == {None}
 
 
 def test_heads_of_kept_queries_and_keys() -> None:
@@ -218,8 +241,8 @@ def test_heads_of_kept_queries_and_keys() -> None:
         tensors |= matrix_tensors(path, 8, None, 4, 64)
     rounded = dict.fromkeys(names, Scheme(bits=8, group=None))
     config = config_of(more={"quantization_config": quantization_config(rounded, rounded)}, **wide)
-    matrices = _rounded_matrices(checkpoint_of(tensors), config)
-    assert {name: matrix.heads for name, matrix in matrices.items()} == {
+    matrices = _coded_tensors(checkpoint_of(tensors), config)
+    assert {name: heads_of(matrix) for name, matrix in matrices.items()} == {
         "blk.1.attn_q.weight": 4, "blk.1.attn_k.weight": 2, "blk.1.attn_v.weight": None,
     }  # fmt: skip
 
@@ -262,7 +285,7 @@ def contents(monkeypatch: pytest.MonkeyPatch) -> FileWriter:
     writer = FileWriter()
     shapes = [("a", (2, 3)), ("b", (2,)), ("c", (4, 32))]
     tensors = [torch.ones(2, 3, dtype=torch.float64), torch.tensor([1.0, 2.0]), torch.zeros(4, 32)]
-    rounded = {"c": _RoundedMatrix("p", Scheme(bits=8, group=None), "Q8_0", None)}
+    rounded = {"c": CodedMatrix("p", Scheme(bits=8, group=None), "Q8_0", (4, 32))}
     found = (shapes, {"a": torch.bfloat16}, rounded, writer, iter(tensors))
     monkeypatch.setattr(gguf_file, "_contents", lambda *of: found)
     return writer

@@ -29,6 +29,7 @@ TEXTS = (
 UNIFORM = {"methods": [{"method": "flat_llm", "ranks": {"value": 9, "mlp": 33}}], "budget": None}
 ROUNDED = {"methods": [], "budget": None, "quantize": {"bits": 4, "group": 32, "what": "all"}}
 ON_LEVELS: dict[str, Any] = {**ROUNDED, "quantize": {"bits": 4, "group": 32, "what": "all", "levels": "iq4_nl"}}
+FACTORS_ON_LEVELS = {**ROUNDED, "quantize": {"bits": 4, "group": 32, "levels": "iq4_nl"}}
 HEALED: dict[str, Any] = {**UNIFORM, "heal": {"epochs": 8, "learning_rate": 0.003}}
 HEALED_LEVELS: dict[str, Any] = {
     **ON_LEVELS, "calibration.samples": 64, "heal": {"epochs": 4, "learning_rate": 5e-6}  # levels are up to 127
@@ -404,7 +405,7 @@ def test_experts_that_differ_are_refused_by_name(tmp_path: Path, job: MakeJob) -
 @needs_gguf
 @pytest.mark.usefixtures("inline")
 @needs_llama_cpp
-@pytest.mark.parametrize("entry", [WHOLE, STOCK], ids=["whole", "stock"])
+@pytest.mark.parametrize("entry", [WHOLE, STOCK, FACTORS_ON_LEVELS], ids=["whole", "stock", "on-levels"])
 @pytest.mark.parametrize("name", TRAINED)
 def test_llama_cpp_computes_the_same_with_experts(
     name: str, entry: dict[str, Any], tmp_path: Path, job: MakeJob, shared_dir: Path
@@ -422,7 +423,8 @@ def test_llama_cpp_computes_the_same_at_odd_sizes(family: str, tmp_path: Path, j
 
 
 def check_llama_cpp(made: Job, vocabulary: int) -> None:
-    """Logits of a job's checkpoint in llama.cpp against ours. Its matrices of float32 meet activations of float16."""
+    """Logits of a job's checkpoint in llama.cpp against ours. Its matrices of float32 meet activations of float16, and
+    its codes activations of 8 bits, after which a token may choose another expert."""
     ended = made.run()
     assert ended.code == 0, ended.err
     ended, destination = export(made, "gguf", "model.gguf")
@@ -430,6 +432,9 @@ def check_llama_cpp(made: Job, vocabulary: int) -> None:
     ids_BT = some_tokens(vocabulary, length=32)[:1]
     got = LlamaCpp(destination).log_probabilities(ids_BT[0].tolist(), vocabulary)
     expected = logits_of(load(made.output), ids_BT)[0].log_softmax(-1)
+    if "quantize" in made.changes:
+        assert float((expected.exp() * (expected - got)).sum(-1).mean()) < 0.01
+        return
     assert relative_error(got, expected) < 0.005
     # Of two tokens with logits as near as the error either may lead.
     assert (got.argmax(-1) == expected.argmax(-1)).float().mean() >= 0.9
@@ -437,10 +442,56 @@ def check_llama_cpp(made: Job, vocabulary: int) -> None:
     assert float((expected.amax(-1) - chosen_T).max()) < 0.005 * float(expected.abs().max())
 
 
+CODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # other sizes of a family, and other fields of a job
+    "mixtral": ({"intermediate_size": 64}, {"quantize": {"bits": 4, "group": 32, "what": "all"}}),
+    "qwen3_moe": (
+        {"moe_intermediate_size": 96},
+        {**STOCK, "budget.multiple": 32, "quantize": {"bits": 4, "levels": "iq4_nl"}},
+    ),
+    "deepseek_v3": (
+        {"moe_intermediate_size": 32, "q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16},
+        {"quantize": {"bits": 8, "group": 32}},
+    ),
+}
+
+
 @needs_gguf
 @pytest.mark.usefixtures("inline")
-@pytest.mark.slow
-def test_rounded_experts_are_written_as_their_values(tmp_path: Path, job: MakeJob) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("family", CODES)
+def test_codes_of_experts_are_kept(family: str, tmp_path: Path, job: MakeJob) -> None:
+    """Where blocks hold them; other matrices are multiplied out: a latent's reader, and rows that end within a block.
+    Scales are float16 in the file."""
+    import gguf
+
+    sizes, fields = CODES[family]
+    source = make_source(tmp_path / "source", family, layers=2, hidden_size=64, **{**FAMILIES[family][1], **sizes})
+    made = job(source, **({} if "methods" in fields else {"methods": [], "budget": None}), **fields)
+    assert made.run().code == 0
+    ended, destination = export(made, "gguf", "model.gguf")
+    assert ended.code == 0, ended.err
+    target = "stock" if "methods" in fields else "dense"
+    assert command("export", "--to", target, str(made.output), str(tmp_path / target), "--multiply-out").code == 0
+    ordinary, tensors = read_tensors(tmp_path / target), read_gguf(destination)[1]
+    for name, tensor in tensors.items():
+        wanted = own_tensor(name, ordinary, family, {"attn_q": 4, "attn_k": 2})
+        torch.testing.assert_close(tensor, wanted, rtol=2**-11, atol=0.0, msg=name)
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(destination).tensors}
+    codes = {"mixtral": "Q4_0", "qwen3_moe": "IQ4_NL", "deepseek_v3": "Q8_0"}[family]
+    assert {kinds[f"blk.1.ffn_{part}_exps.weight"] for part in ("gate", "up", "down")} == {codes}
+    if family == "mixtral":
+        assert {kinds[f"{name}.weight"] for name in ("token_embd", "output", "blk.1.attn_q", "blk.1.attn_k")} == {codes}
+    if family == "deepseek_v3":
+        assert {kinds[f"blk.1.{name}.weight"] for name in ("attn_q_a", "attn_q_b", "ffn_gate_shexp")} == {codes}
+        assert {kinds[f"blk.1.{name}.weight"] for name in ("attn_k_b", "attn_v_b")} == {"F32"}
+
+
+@needs_gguf
+@pytest.mark.usefixtures("inline")
+def test_experts_without_codes_are_written_as_their_values(tmp_path: Path, job: MakeJob) -> None:
+    """Their rows are no whole blocks."""
+    import gguf
+
     source = make_source(tmp_path / "source", "mixtral", layers=2, **FAMILIES["mixtral"][1])
     made = job(source, methods=[], budget=None, quantize={"bits": 8, "group": None})
     assert made.run().code == 0
@@ -449,6 +500,8 @@ def test_rounded_experts_are_written_as_their_values(tmp_path: Path, job: MakeJo
     assert ended.code == 0, ended.err
     assert command("export", "--to", "dense", str(made.output), str(tmp_path / "dense")).code == 0
     dense, tensors = read_tensors(tmp_path / "dense"), read_gguf(destination)[1]
-    assert {name for name in tensors if "_exps" in name}
-    for name, tensor in tensors.items():
-        assert torch.equal(tensor, own_tensor(name, dense, "mixtral", {"attn_q": 4, "attn_k": 2})), name
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(destination).tensors}
+    plain = {name for name, kind in kinds.items() if kind == "F32"}
+    assert {f"blk.1.ffn_{part}_exps.weight" for part in ("gate", "up", "down")} <= plain
+    for name in plain:
+        assert torch.equal(tensors[name], own_tensor(name, dense, "mixtral", {"attn_q": 4, "attn_k": 2})), name

@@ -55,6 +55,7 @@ def test_what_is_written_is_read(goal: Goal, name: str) -> None:
         (Goal("bytes", 0.7, engine="llama.cpp"), {"attention": False, "allocation": "loss"}, 8),
         (Goal("keep", 0.6, engine="llama.cpp"), {"attention": False, "allocation": "loss"}, None),
         (Goal("keep", 0.6, engine="llama.cpp", mixture=True), {"shapes": "stock"}, None),
+        (Goal("bytes", 0.3, engine="llama.cpp", mixture=True), {"shapes": "stock"}, 4),
         (Goal("bytes", 0.3), {"correct": "output"}, "auto"),
     ],
 )
@@ -65,6 +66,9 @@ def test_an_engine_gets_what_it_keeps(goal: Goal, method: dict[str, object], bit
     assert (manifest.quantize and manifest.quantize.bits) == bits
     fast = (goal.engine, bits) == ("llama.cpp", 4)
     assert manifest.quantize is None or manifest.quantize.levels == ("iq4_nl" if fast else "uniform")
+    blocks = goal.engine == "llama.cpp" and bits is not None
+    assert manifest.budget is not None
+    assert manifest.budget.multiple == (32 if blocks else None), "rows of whole blocks have codes in a GGUF file"
 
 
 def test_all_that_describes_a_text_is_written() -> None:

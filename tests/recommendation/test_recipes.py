@@ -42,7 +42,7 @@ def test_corrections_are_named_where_the_tokens_suffice() -> None:
 )
 def test_every_recipe_is_a_manifest(engine: str, device: str, rounds: bool, mixture: bool) -> None:
     fit = fit_for(engine, device)
-    candidates = recipes(fit, 16, rounds or not mixture, corrected=True, mixture=mixture)
+    candidates = recipes(fit, 16, rounds, corrected=True, mixture=mixture)
     assert candidates
     for recipe in candidates:
         goal = Goal("fit", fit.memory, ("down",), fit=fit, recipe=recipe, mixture=mixture)
@@ -53,6 +53,7 @@ def test_every_recipe_is_a_manifest(engine: str, device: str, rounds: bool, mixt
         assert (manifest.quantize and manifest.quantize.bits) == recipe.bits
         assert len(manifest.methods) == len(recipe.entries)
         assert manifest.quantize is None or manifest.quantize.correct == "none"
+        assert manifest.budget.multiple == (32 if engine == "llama.cpp" and recipe.entries and recipe.bits else None)
     assert goal.label == "fits-24GB"
 
 
