@@ -10,7 +10,7 @@ from lamina.checking_lamina import READER, READER_VERSION
 from lamina.configuration_lamina import tensor_parallel_plan
 from lamina.stored_lamina import FIELD as STORED_FORMATS
 from lamina.vllm_lamina import foreign_rotation, unlike_experts, vllm_lacks
-from manifests.engines import FAST_BITS, FAST_LEVELS, Engine
+from manifests.engines import FAST_BITS, FAST_LEVELS, GGUF_BLOCK, Engine
 from manifests.methods import MLA
 from pipeline.checkpoint.expert_codes import code_faults
 from pipeline.checkpoint.nf4 import is_nf4
@@ -157,6 +157,10 @@ def _lost(inputs: Inputs) -> dict[str, str]:
                 reasons.append(f"has no kernel for {slow}, which are multiplied out")
     elif quantize:
         lost["vllm"].append("multiplies codes out on a CPU, except 4 bits of a model in 16 bits where it has AVX-512")
+    lengths = {matrix.inputs for layer in inputs.geometry.layers for matrix in layer.matrices.values()}
+    if quantize and (odd := sorted(length for length in lengths if length % GGUF_BLOCK)):
+        rows = " and ".join(map(str, odd))
+        lost["llama.cpp"].append(f"rows of {rows} numbers are no whole blocks of {GGUF_BLOCK}, and multiplied out")
     tasks = [task for task in inputs.tasks if task.method < len(inputs.manifest.methods)]  # others are rounded whole
     if any(role not in mlps for task in tasks for role in task.roles):
         lost["llama.cpp"].append("factors of attention are multiplied out; narrower MLPs stay")

@@ -116,7 +116,7 @@ def test_an_engine_is_asked_for(init: Init, llama: Path, text: Path, tmp_path: P
     tables = init(llama, "--text", text, "--for", "llama.cpp", "--bytes", "0.3", "--force").out
     assert "serves transformers, vLLM with Lamina's serving package, llama.cpp after `export --to gguf`\n" in tables
     assert "less   vllm: has no kernel for iq4_nl levels, which are multiplied out" in tables
-    assert "less   llama.cpp" not in tables
+    assert "less   llama.cpp: rows of 48 and 80 numbers are no whole blocks of 32, and multiplied out\n" in tables
     normal = command("plan", "job.yaml", "--set", "quantize={bits: 4, levels: normal}").out
     assert "llama.cpp after `export --to gguf --multiply-out`" in normal
     source = factories.make_model(tmp_path / "neox", "gpt_neox")
