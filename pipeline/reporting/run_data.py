@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -37,6 +37,8 @@ from stores.storage import Place, Storage, matching
 
 LOG_LINES = 60
 UNIT_FIELDS = {"unit", "kind", "worker", "ended", "seconds", "peak_bytes", "tokens"}
+T = TypeVar("T")
+Data: TypeAlias = list[tuple[T, Mapping[str, str]]]  # of each plot: what it draws, and words for its texts
 KINDS = ("layer", "curves", "dense", "gradient", "statistics")
 
 
@@ -107,6 +109,23 @@ class Run:
             for variable in method.rank_variables(self.geometry)
         } | {(task, name): max(values) for task, curve in self.curves.items() for name, values in curve.ranks.items()}
 
+    @cached_property
+    def chosen_points(self) -> dict[str, int]:
+        """Task -> the index of its ranks in its curve, of the tasks whose ranks are chosen and on the curve."""
+        shared = [(task, self.ranks[task], curve) for task, curve in self.curves.items() if task in self.ranks]
+        fitting = [
+            (task, place)
+            for task, ranks, curve in shared
+            for place in reversed(range(len(curve.numbers)))
+            if all(curve.ranks[name][place] == rank for name, rank in ranks.items())
+        ]
+        return dict(fitting)  # the first place of a task
+
+    @property
+    def chosen_losses(self) -> dict[str, float]:
+        """Task -> the predicted loss of its chosen ranks."""
+        return {task: self.curves[task].loss[point] for task, point in self.chosen_points.items()}
+
     def stored_bytes(self, layer: int) -> dict[str, int]:
         """Return the stored bytes of a compressed layer by group; `rest` is claimed by no task."""
         geometry = self.geometry.layers[layer]
@@ -122,6 +141,11 @@ class Run:
             _, group = max(fitting, default=(0, "rest"))
             stored[group] += math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
         return stored
+
+
+def single(data: T) -> Data[T]:
+    """Return the data of a figure with one plot; without data it has none."""
+    return [(data, {})] if data else []
 
 
 def read_run(place: Place) -> Run:
