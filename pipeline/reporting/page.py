@@ -17,6 +17,7 @@ from pipeline.reporting import tables
 from pipeline.reporting.drawing import Plot
 from pipeline.reporting.figures import draw_figures
 from pipeline.reporting.run_data import Run
+from pipeline.reporting.summary import settings_lines
 from pipeline.reporting.tables import Table
 
 TEMPLATE = "page.html"
@@ -51,8 +52,9 @@ class Section:
 
 def render(run: Run) -> str:
     """Render the whole file. The same run gives the same bytes with the same versions of the libraries."""
-    plots = draw_figures(run)
-    sizes = (tables.kept(run), tables.scores(run), tables.texts(run))
+    plots, summary = draw_figures(run), run.summary or {}
+    sizes = (tables.kept(run), tables.scores(run), tables.tasks(run), tables.texts(run))
+    lines = [*settings_lines(summary.get("evaluation", {})), *text_lines(summary)]
     layers = {"Refinement": tables.refinement(run), "All layers": tables.layers(run)}
     times = (tables.seconds(run), tables.units(run), tables.peaks(run))
     origin: dict[str, Table | str] = {"Manifest": run.manifest_text, "Digests": tables.digests(run)}
@@ -60,7 +62,7 @@ def render(run: Run) -> str:
         PurePosixPath(run.path).name,
         ", ".join(entry.method for entry in run.manifest.methods),
         [
-            Section("What is kept", parts=sizes, lines=text_lines(run.summary or {})),
+            Section("What is kept", parts=sizes, lines=lines),
             Section("Ranks", plots["Ranks"]),
             Section(
                 "Loss curves",
@@ -78,7 +80,7 @@ def render(run: Run) -> str:
         state=run.state,
         state_text=STATES.get(run.state, run.state),
         error=run.ended if run.ended and run.ended.get("error") else None,
-        warnings=all_warnings(run.summary or {}),
+        warnings=all_warnings(summary),
         facts=[("layers compressed", f"{len(run.layers)} of {len(layers_of(run.tasks))}"), *_facts(run)],
     )
 

@@ -13,6 +13,7 @@ from manifests.packages import DISTRIBUTION, SERVING_DISTRIBUTION
 from manifests.records import INFINITY
 from pipeline.console.progress import SHOWN
 from pipeline.evaluation.losses import perplexity_of, shown_perplexity
+from pipeline.evaluation.task_scores import read_scores, task_rows
 from pipeline.methods.method import read_task_key
 from pipeline.methods.registry import build_methods
 from pipeline.reporting.run_data import Run
@@ -85,6 +86,13 @@ def scores(run: Run) -> Table:
         if name in compressed or name in dense
     ]
     return Table("scores", ("", "compressed", *(["dense"] if dense else [])), rows)
+
+
+def tasks(run: Run) -> Table:
+    """Return the scores on tasks, with a column for each model, as in the summary of `run`."""
+    scored = (run.summary or {}).get("evaluation", {}).get("tasks", {})
+    headers, *rows = task_rows({model: read_scores(scores) for model, scores in scored.items()})
+    return Table("tasks", headers, rows, words=2)
 
 
 def texts(run: Run) -> Table:
