@@ -314,6 +314,18 @@ def existing_run(place: Place) -> RunDirectory:
     return run_dir
 
 
+def run_of_job(place: Place) -> RunDirectory:
+    """Return the run directory of a job, as `existing_run` does. Raises InputError also for that of a sweep."""
+    run_dir = existing_run(place)
+    if run_dir.storage.has(SWEEP):
+        raise InputError(
+            f"{run_dir.place}: the run directory of a sweep; give that of a job. `python -m pipeline.sweep` writes the "
+            f"results of all points to {run_dir.storage.at(RESULTS[-1])}, and heals the points in `save` if the sweep "
+            "has `heal: {}`; `python -m pipeline.push` takes their checkpoints without --run-dir"
+        )
+    return run_dir
+
+
 def _amount(size: int) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 

@@ -32,7 +32,7 @@ from pipeline.rounding.tasks import rounded_tasks
 from stores.headers import DTYPES
 from stores.ledger import Ledger
 from stores.lock import read_lock
-from stores.run_directory import ENDED, FINGERPRINT, MANIFEST, RESULTS, SWEEP, existing_run
+from stores.run_directory import ENDED, FINGERPRINT, MANIFEST, run_of_job
 from stores.storage import Place, Storage, matching
 
 LOG_LINES = 60
@@ -150,12 +150,7 @@ def single(data: T) -> Data[T]:
 
 def read_run(place: Place) -> Run:
     """Read a run directory. Raises InputError if there is none, one of a sweep, or one of another version."""
-    run_dir = existing_run(place)
-    if run_dir.storage.has(SWEEP):
-        raise InputError(
-            f"{run_dir.place}: the run directory of a sweep, whose report is {run_dir.storage.at(RESULTS[-1])}; "
-            "`python -m pipeline.sweep` writes it at its end"
-        )
+    run_dir = run_of_job(place)
     storage, manifest = run_dir.storage, run_dir.read_manifest()
     if manifest is None:
         raise InputError(

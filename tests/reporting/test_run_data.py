@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from manifests.entries import DenseEntry, StatisticsEntry
-from manifests.errors import InputError
 from manifests.records import ArrayRecord, CountedRecord, Curve
 from pipeline.methods.registry import build_methods
 from pipeline.reporting import run_data
@@ -35,13 +33,6 @@ ALIVE, DEAD = {"alive": True}, {"alive": False}
 )
 def test_the_state_of_a_run(owner: Any, ended: Any, complete: Any, state: str) -> None:
     assert run_data._state(owner, ended, complete) == state
-
-
-def test_the_report_of_a_sweep_is_named(tmp_path: Path) -> None:
-    for name in ("fingerprint.json", "sweep.yaml"):
-        (tmp_path / name).write_text("{}")
-    with pytest.raises(InputError, match=r"the run directory of a sweep, whose report is .*/sweep\.html"):
-        run_data.read_run(str(tmp_path))
 
 
 @pytest.mark.parametrize("content", [None, b"", b"[1]", b"{", b"\xff{}", b"null"])

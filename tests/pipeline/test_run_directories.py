@@ -1,0 +1,34 @@
+"""Commands on a run directory that is not theirs."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manifests.errors import InputError
+from pipeline.checkpoint import publishing
+from pipeline.heal import healing_manifest
+from pipeline.reporting.run_data import read_run
+
+OF_A_JOB: dict[str, Callable[[str], Any]] = {
+    "report": read_run,
+    "heal": lambda run_dir: healing_manifest(Namespace(run_dir=run_dir, set=[], base=None)),
+    "push": lambda run_dir: publishing._scores(run_dir, ""),
+}
+
+
+@pytest.mark.parametrize("command", OF_A_JOB)
+def test_the_run_directory_of_a_sweep_is_refused(command: str, tmp_path: Path) -> None:
+    for name in ("fingerprint.json", "sweep.yaml"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(InputError) as caught:
+        OF_A_JOB[command](str(tmp_path))
+    assert str(caught.value) == (
+        f"{tmp_path}: the run directory of a sweep; give that of a job. `python -m pipeline.sweep` writes the results "
+        f"of all points to {tmp_path}/sweep.html, and heals the points in `save` if the sweep has `heal: {{}}`; "
+        "`python -m pipeline.push` takes their checkpoints without --run-dir"
+    )
