@@ -19,7 +19,7 @@ from manifests.sweep import SweepPoint, decode_points, decode_sweep
 from stores.durable import is_hidden
 from stores.ledger import ENTRY_NAME, Ledger
 from stores.lock import RunLock
-from stores.storage import Place, open_storage
+from stores.storage import Place, Storage, open_storage
 
 if TYPE_CHECKING:
     from stores.activations import ActivationStore
@@ -307,11 +307,16 @@ def existing_run(place: Place) -> RunDirectory:
     run_dir = RunDirectory(place)
     if fault := run_dir.storage.fault():
         raise InputError(f"{run_dir.place} is {fault}; give the run_dir of a job's manifest")
-    if not (run_dir.storage.has(FINGERPRINT) or run_dir.storage.has(ENDED)):
+    if not has_begun(run_dir.storage):
         raise InputError(
             f"{run_dir.place}: no run directory (it has no {FINGERPRINT}); give the run_dir of a job's manifest"
         )
     return run_dir
+
+
+def has_begun(run_dir: Storage) -> bool:
+    """True in the run directory of a job or sweep that has begun or was refused."""
+    return run_dir.has(FINGERPRINT) or run_dir.has(ENDED)
 
 
 def run_of_job(place: Place) -> RunDirectory:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from manifests.errors import InputError
+from pipeline import evaluate
 from pipeline.checkpoint import publishing
 from pipeline.heal import healing_manifest
 from pipeline.reporting.run_data import read_run
@@ -32,3 +33,13 @@ def test_the_run_directory_of_a_sweep_is_refused(command: str, tmp_path: Path) -
         f"of all points to {tmp_path}/sweep.html, and heals the points in `save` if the sweep has `heal: {{}}`; "
         "`python -m pipeline.push` takes their checkpoints without --run-dir"
     )
+
+
+@pytest.mark.parametrize("file", ["fingerprint.json", "ended.json"])
+def test_evaluate_leaves_the_run_directory_of_a_job_alone(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / file).write_text("{}")
+    assert evaluate.main([str(tmp_path), "--tasks", "any", "--run-dir", str(tmp_path)]) == 2
+    assert f"--run-dir {tmp_path}: the run directory of a job or sweep; give a new folder" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [file]
