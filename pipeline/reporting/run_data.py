@@ -32,8 +32,8 @@ from pipeline.rounding.tasks import rounded_tasks
 from stores.headers import DTYPES
 from stores.ledger import Ledger
 from stores.lock import read_lock
-from stores.run_directory import ENDED, FINGERPRINT, MANIFEST, run_of_job
-from stores.storage import Place, Storage, matching
+from stores.run_directory import ENDED, FINGERPRINT, MANIFEST, RunDirectory
+from stores.storage import Storage, matching
 
 LOG_LINES = 60
 UNIT_FIELDS = {"unit", "kind", "worker", "ended", "seconds", "peak_bytes", "tokens"}
@@ -148,9 +148,8 @@ def single(data: T) -> Data[T]:
     return [(data, {})] if data else []
 
 
-def read_run(place: Place) -> Run:
-    """Read a run directory. Raises InputError if there is none, one of a sweep, or one of another version."""
-    run_dir = run_of_job(place)
+def read_run(run_dir: RunDirectory) -> Run:
+    """Read the run directory of a job. Raises InputError if no work has begun there, or another version's."""
     storage, manifest = run_dir.storage, run_dir.read_manifest()
     if manifest is None:
         raise InputError(

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from manifests.errors import InputError
-from pipeline import evaluate
+from pipeline import evaluate, report
 from pipeline.checkpoint import publishing
 from pipeline.heal import healing_manifest
-from pipeline.reporting.run_data import read_run
 
 OF_A_JOB: dict[str, Callable[[str], Any]] = {
-    "report": read_run,
+    "report": lambda run_dir: report._body(Namespace(run_dir=run_dir, output=None)),
     "heal": lambda run_dir: healing_manifest(Namespace(run_dir=run_dir, set=[], base=None)),
     "push": lambda run_dir: publishing._scores(run_dir, ""),
 }
