@@ -25,9 +25,25 @@ def by_expert(quantity: str, run: Run) -> Data[ByExpert]:
         return single({(layer, number): loss for (layer, number), loss in values.items() if number is not None})
     found: ByExpert = {}
     for layer, group, report in _reports(run):
-        seen = _of_group(run, layer, report) if group == EXPERTS else _of_expert(run, layer, group, report)
-        found |= {(layer, number): value for number, value in seen.get(quantity, {}).items()}
+        found |= {(layer, number): value for number, value in _values(quantity, run, layer, group, report)}
     return single(found)
+
+
+def _values(quantity: str, run: Run, layer: int, group: str, report: Mapping[str, Any]) -> Iterator[tuple[int, float]]:
+    """Yield (expert, value) by the report of one expert, or of all of a layer, of which removed ones have width 0."""
+    number = expert_number(group)
+    if group == EXPERTS and quantity == "widths":
+        count = run.geometry.layers[layer].num_experts
+        kept = {int(each) for each in report.get("experts", range(count))}
+        for each in range(count):
+            full = _full_width(run, layer, each)
+            yield each, report.get("width", full) / full if full and each in kept else 0.0
+    elif group == EXPERTS:
+        yield from enumerate(report.get(TOKENS_BY_EXPERT if quantity == "tokens" else quantity, ()))
+    elif number is not None and quantity == "widths" and (width := report["ranks"].get("width")) is not None:
+        yield number, width / _full_width(run, layer, number)
+    elif number is not None and quantity == "tokens" and isinstance(report.get("tokens"), int):
+        yield number, report["tokens"]
 
 
 def by_source(run: Run) -> Data[ByExpert]:
@@ -55,28 +71,6 @@ def _reports(run: Run) -> Iterator[tuple[int, str, dict[str, Any]]]:
     for layer, entry in run.layers.items():
         for group, report in entry.groups.items():
             yield layer, group, report.as_json()
-
-
-def _of_expert(run: Run, layer: int, group: str, report: Mapping[str, Any]) -> dict[str, dict[int, float]]:
-    """Return quantity -> expert -> value, by the report of a group of one expert; nothing for another group."""
-    if (number := expert_number(group)) is None:
-        return {}
-    values: dict[str, dict[int, float]] = {}
-    if isinstance(count := report.get("tokens"), int):
-        values["tokens"] = {number: float(count)}
-    if (width := report["ranks"].get("width")) is not None:
-        values["widths"] = {number: width / _full_width(run, layer, number)}
-    return values
-
-
-def _of_group(run: Run, layer: int, report: Mapping[str, Any]) -> dict[str, dict[int, float]]:
-    """Return quantity -> expert -> value, by the report of all experts of a layer. A removed expert has width 0."""
-    count = run.geometry.layers[layer].num_experts
-    kept = {int(number) for number in report.get("experts", range(count))}
-    shares = {number: report.get("width", full) / full for number in kept if (full := _full_width(run, layer, number))}
-    scores = {name: dict(enumerate(values)) for name, values in report.items() if name.endswith("by_expert")}
-    scores |= {"tokens": scores[TOKENS_BY_EXPERT]} if TOKENS_BY_EXPERT in scores else {}
-    return scores | {"widths": {number: shares.get(number, 0.0) for number in range(count)}}
 
 
 def _full_width(run: Run, layer: int, expert: int) -> int:

@@ -52,7 +52,7 @@ class Section:
 
 def render(run: Run) -> str:
     """Render the whole file. The same run gives the same bytes with the same versions of the libraries."""
-    plots, summary = draw_figures(run), run.summary or {}
+    plots, summary = draw_figures(run), run.summary
     sizes = (tables.kept(run), tables.scores(run), tables.tasks(run), tables.texts(run))
     lines = [*settings_lines(summary.get("evaluation", {})), *text_lines(summary)]
     layers = {"Refinement": tables.refinement(run), "All layers": tables.layers(run)}

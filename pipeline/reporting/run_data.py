@@ -54,7 +54,7 @@ class Run:
         layers: layer -> ledger entry.
         ranks: task -> ranks, once they are chosen; importance: layer -> share; curves: by task.
         healing: the divergences of a healing, finished or not; None without one.
-        summary: the summary of the finished job.
+        summary: the summary of the finished job; empty before.
         statistics_bytes: layer -> bytes of its moments in memory.
         units: finished units of the last run, in the order in which they finished (`pipeline.reporting.unit_log`).
         log: the last lines of the last log, and the warnings before them.
@@ -72,7 +72,7 @@ class Run:
     importance: Mapping[int, float] = field(default_factory=dict)
     curves: Mapping[str, Curve] = field(default_factory=dict)
     healing: HealingCurve | None = None
-    summary: Mapping[str, Any] | None = None
+    summary: Mapping[str, Any] = field(default_factory=dict)
     record_sha256: str | None = None
     statistics_bytes: Mapping[int, int] = field(default_factory=dict)
     units: tuple[Mapping[str, Any], ...] = ()
@@ -97,7 +97,7 @@ class Run:
         """The plan in the summary of a finished job; before, a plan with upper bounds on stored bytes."""
         job = PlannedJob.of(self.manifest, self.geometry, self.tasks)
         plan = make_plan(job, self.geometry.model_bytes())
-        stored = (self.summary or {}).get("plan", {})
+        stored = self.summary.get("plan", {})
         return replace(plan, **{each.name: stored[each.name] for each in fields(Plan) if each.name in stored})
 
     @cached_property
@@ -183,7 +183,7 @@ def read_run(run_dir: RunDirectory) -> Run:
         importance={int(layer): value for layer, value in ranks.importance.items()} if ranks else {},
         curves={task: curve for by_task in curves for task, curve in by_task.items()},
         healing=_healing(ledger),
-        summary=complete.summary if complete else None,
+        summary=complete.summary if complete else {},
         record_sha256=complete.contract_sha256 if complete else None,
         statistics_bytes=_statistics_bytes(entries),
         units=_units(run_dir.logs),

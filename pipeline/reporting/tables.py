@@ -63,7 +63,7 @@ class Table:
 
 def kept(run: Run) -> Table:
     """Return the dense and compressed sizes of a finished job."""
-    counts = (run.summary or {}).get("counts", {})
+    counts = run.summary.get("counts", {})
     rows = [
         _compared(name.replace("_", " "), pair["dense"], pair["compressed"], ".4f") for name, pair in counts.items()
     ]
@@ -78,7 +78,7 @@ def _compared(name: str, first: int, second: int | None, form: str) -> tuple[str
 
 def scores(run: Run) -> Table:
     """Return the scores of the output, beside the dense model's if it was scored."""
-    evaluation = (run.summary or {}).get("evaluation", {})
+    evaluation = run.summary.get("evaluation", {})
     compressed, dense = evaluation.get("perplexity") or {}, evaluation.get("dense") or {}
     rows = [
         (label, *(_score(name, scores.get(name)) for scores in (compressed, *([dense] if dense else []))))
@@ -90,14 +90,14 @@ def scores(run: Run) -> Table:
 
 def tasks(run: Run) -> Table:
     """Return the scores on tasks, with a column for each model, as in the summary of `run`."""
-    scored = (run.summary or {}).get("evaluation", {}).get("tasks", {})
+    scored = run.summary.get("evaluation", {}).get("tasks", {})
     headers, *rows = task_rows({model: read_scores(scores) for model, scores in scored.items()})
     return Table("tasks", headers, rows, words=2)
 
 
 def texts(run: Run) -> Table:
     """Return the dense model's scores on the calibration samples and on the evaluation text."""
-    entered = (run.summary or {}).get("texts") or {}
+    entered = run.summary.get("texts") or {}
     rows = [
         (name, shown_perplexity(perplexity_of(entered[kind]["loss"])), f"{entered[kind]['tokens']:,}")
         for kind, name in (("calibration", "calibration samples"), ("evaluation", "evaluation text"))
@@ -173,14 +173,14 @@ def predictions(run: Run) -> Table:
 
 def expected(run: Run) -> Table:
     """Return the predicted loss of several sizes, and the expected one after calibration."""
-    sizes = ((run.summary or {}).get("prediction") or {}).get("sizes", ())
+    sizes = (run.summary.get("prediction") or {}).get("sizes", ())
     rows = [(f"{each['keep']:g}", f"{each['predicted']:.3e}", f"{each['expected']:.3e}") for each in sizes]
     return Table("expected", ("keep", "predicted, nats per token", "expected, nats per token"), rows, words=0)
 
 
 def plan_and_measurement(run: Run) -> Table:
     """Return the planned amounts beside the measured ones."""
-    summary, plan = run.summary or {}, run.plan
+    summary, plan = run.summary, run.plan
     counts, peaks = summary.get("counts", {}), summary.get("peak_bytes", {})
     pairs = {
         "stored numbers": (plan.expected_numbers, counts.get("parameters", {}).get("compressed")),
@@ -204,7 +204,7 @@ def plan_and_measurement(run: Run) -> Table:
 
 def seconds(run: Run) -> Table:
     """Return the seconds of the last run by phase."""
-    times = (run.summary or {}).get("seconds", {})
+    times = run.summary.get("seconds", {})
     rows = [(SHOWN.get(name, name), f"{spent:,.1f}") for name, spent in times.get("phases", {}).items()]
     rows += [("total", f"{times['total']:,.1f}")] if "total" in times else []
     return Table("seconds", ("", "seconds"), rows)
@@ -212,7 +212,7 @@ def seconds(run: Run) -> Table:
 
 def units(run: Run) -> Table:
     """Return the number and seconds of the workers' units by kind."""
-    kinds = (run.summary or {}).get("seconds", {}).get("units", {})
+    kinds = run.summary.get("seconds", {}).get("units", {})
     rows = [
         (UNITS.get(kind, kind), f"{count:,.0f}", f"{spent:,.1f}", f"{computing / spent:.0%}" if spent else "")
         for kind, (count, spent, computing) in kinds.items()
@@ -225,7 +225,7 @@ def units(run: Run) -> Table:
 
 def peaks(run: Run) -> Table:
     """Return the peak memory of each process."""
-    peak_bytes = (run.summary or {}).get("peak_bytes", {})
+    peak_bytes = run.summary.get("peak_bytes", {})
     rows = [("driver", peak_bytes["driver"])] if "driver" in peak_bytes else []
     rows += sorted(peak_bytes.get("workers", {}).items())
     return Table("memory", ("process", "peak MiB"), [(name, f"{size / 2**20:,.0f}") for name, size in rows])

@@ -130,7 +130,7 @@ def memory(run: Run) -> Data[Steps]:
 
 def phases(run: Run) -> Data[dict[str, float]]:
     """Return the seconds of each phase."""
-    seconds = (run.summary or {}).get("seconds", {}).get("phases", {})
+    seconds = run.summary.get("seconds", {}).get("phases", {})
     return single({SHOWN.get(name, name): spent for name, spent in seconds.items()})
 
 
