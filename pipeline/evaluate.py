@@ -40,7 +40,8 @@ from pipeline.console.printing import say
 from pipeline.evaluation.losses import score_extent, shown_perplexity
 from pipeline.evaluation.task_scores import AskedTasks, score_endpoint, score_whole, task_lines
 from pipeline.inputs.task_names import check_tasks
-from stores.storage import is_address
+from stores.run_directory import has_begun
+from stores.storage import is_address, open_storage
 
 if TYPE_CHECKING:
     from pipeline.evaluation.perplexity import Scoring
@@ -184,6 +185,11 @@ def _check_task_options(arguments: Any) -> None:
             raise InputError(f"--{name.replace('_', '-')}: {value} is too small")
     if elsewhere and arguments.run_dir:
         raise InputError(f"--run-dir {arguments.run_dir}: nothing is kept with {elsewhere}; give one of the two")
+    if arguments.run_dir and has_begun(open_storage(arguments.run_dir)):
+        raise InputError(
+            f"--run-dir {arguments.run_dir}: the run directory of a job or sweep; give a new folder, or that of an "
+            "earlier `evaluate`"
+        )
     if arguments.endpoint and arguments.beside:
         raise InputError(f"--beside {arguments.beside}: one server answers for one model; leave out one of the two")
     models = [model for model in (arguments.model, arguments.beside) if model]

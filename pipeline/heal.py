@@ -24,7 +24,7 @@ from pipeline.console.arguments import add_address, add_in_process, add_override
 from pipeline.console.paths import resolve_paths
 from pipeline.driver.ledger_keys import COMPLETE, HEALED, HEALING
 from pipeline.job.running import run_and_print
-from stores.run_directory import MANIFEST, SWEEP, existing_run
+from stores.run_directory import MANIFEST, run_of_job
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,12 +44,7 @@ def _body(arguments: Any) -> int:
 
 def healing_manifest(arguments: Any) -> Manifest:
     """Return the manifest of a finished job, with `heal`. Raises InputError."""
-    run_dir = existing_run(arguments.run_dir)
-    if run_dir.storage.has(SWEEP):
-        raise InputError(
-            f"{run_dir.place}: the run directory of a sweep; add `heal: {{}}` to the sweep, name sizes in `save`, and "
-            "run `python -m pipeline.sweep` again: it heals the saved points"
-        )
+    run_dir = run_of_job(arguments.run_dir)
     if not run_dir.storage.has(MANIFEST) or not {COMPLETE, HEALING, HEALED} & {*run_dir.ledger.keys()}:
         raise InputError(
             f"{run_dir.place}: the job is not finished; run it first, or give heal in its manifest, so that it is "

@@ -17,7 +17,9 @@ import sys
 from typing import Any
 
 from pipeline.console.arguments import parser, run_command
+from pipeline.console.paths import prepare_file
 from pipeline.console.printing import say
+from stores.run_directory import REPORT, run_of_job
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,15 +34,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _body(arguments: Any) -> int:
-    from pipeline.console.paths import prepare_file
-    from pipeline.reporting.page import render  # slow import, not needed for --help
+    run_dir = run_of_job(arguments.run_dir)
+    storage, name = prepare_file("--output", arguments.output) if arguments.output else (run_dir.storage, REPORT)
+    from pipeline.reporting.page import render  # slow imports, only for the run directory of a job
     from pipeline.reporting.run_data import read_run
-    from stores.run_directory import REPORT
-    from stores.storage import open_storage
 
-    place = prepare_file("--output", arguments.output) if arguments.output else None
-    run = read_run(arguments.run_dir)
-    storage, name = place or (open_storage(arguments.run_dir), REPORT)
+    run = read_run(run_dir)
     path, content = storage.at(name), render(run).encode()
     storage.replace(name, content)
     if arguments.json:

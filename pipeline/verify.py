@@ -13,6 +13,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from pipeline.checkpoint.compression_record import existing_checkpoint
 from pipeline.console.arguments import parser, run_command
 from pipeline.console.printing import say
 
@@ -40,10 +41,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _body(arguments: Any) -> int:
-    from pipeline.verification.runner import verify  # slow import, not needed for --help
+    output = existing_checkpoint(arguments.output)
+    from pipeline.verification.runner import verify  # slow import, only for a checkpoint
 
     findings = []
-    for finding in verify(arguments.output, arguments.source, arguments.bound):
+    for finding in verify(output, arguments.source, arguments.bound):
         findings.append(finding)
         if not arguments.json:
             _print(finding)

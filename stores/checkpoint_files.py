@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,12 +9,12 @@ from typing import Any
 import torch
 
 from manifests.errors import InputError, StorageError
-from stores.headers import TensorRecord, read_header, without_duplicates
+from stores.headers import TensorRecord, read_header
+from stores.json_files import MAX_JSON_BYTES, parse_json
 from stores.model_files import CONFIG_FILE, INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE
 from stores.storage import Readable, Storage
 
 MAX_FAULTS = 20
-MAX_JSON_BYTES = 512 * 1024 * 1024  # an index of a million tensors has 100 MB
 
 
 def raise_faults(what: str, faults: Sequence[str]) -> None:
@@ -41,21 +39,6 @@ def read_object(storage: Storage, name: str, faults: list[str]) -> dict[str, Any
         faults.append(f"{path}: a JSON {type(content).__name__}, expected an object")
         return {}
     return content
-
-
-def parse_json(data: bytes, infinite: bool = False) -> Any:
-    """Parse strict JSON. Raises ValueError on NaN, infinity and duplicate keys.
-
-    `infinite`: accept `Infinity`, which configs of models have for limits that bound nothing.
-    """
-
-    def finite(text: str) -> float:
-        value = float(text)
-        if not math.isfinite(value) and not (infinite and text == "Infinity"):
-            raise ValueError(f"{text} is not a JSON number")
-        return value
-
-    return json.loads(data, object_pairs_hook=without_duplicates, parse_float=finite, parse_constant=finite)
 
 
 def indexed_names(storage: Storage, present: frozenset[str], faults: list[str]) -> dict[str, list[str] | None]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from lamina.stored_lamina import StoredFormat
 from manifests.errors import InputError
 from manifests.parts import FusedPart
 from stores.backend import Ranges
+from stores.json_files import without_duplicates
 from stores.storage import Place, open_storage
 
 LENGTH_BYTES = 8
@@ -164,16 +164,6 @@ def _parse_json(path: str, text: bytes) -> dict[str, Any]:
         raise InputError(f"{path}: damaged safetensors header: {error}") from error
     if not isinstance(entries, dict):
         raise InputError(f"{path}: damaged safetensors header: a JSON {type(entries).__name__}, expected an object")
-    return entries
-
-
-def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The `object_pairs_hook` that refuses duplicate keys. Raises ValueError."""
-    entries = dict(pairs)
-    if len(entries) != len(pairs):
-        counts = Counter(name for name, _ in pairs)
-        repeated = next(name for name, count in counts.items() if count > 1)
-        raise ValueError(f"the key {repeated!r} occurs twice")
     return entries
 
 

@@ -19,7 +19,7 @@ from manifests.sweep import SweepPoint, decode_points, decode_sweep
 from stores.durable import is_hidden
 from stores.ledger import ENTRY_NAME, Ledger
 from stores.lock import RunLock
-from stores.storage import Place, open_storage
+from stores.storage import Place, Storage, open_storage
 
 if TYPE_CHECKING:
     from stores.activations import ActivationStore
@@ -307,9 +307,26 @@ def existing_run(place: Place) -> RunDirectory:
     run_dir = RunDirectory(place)
     if fault := run_dir.storage.fault():
         raise InputError(f"{run_dir.place} is {fault}; give the run_dir of a job's manifest")
-    if not (run_dir.storage.has(FINGERPRINT) or run_dir.storage.has(ENDED)):
+    if not has_begun(run_dir.storage):
         raise InputError(
             f"{run_dir.place}: no run directory (it has no {FINGERPRINT}); give the run_dir of a job's manifest"
+        )
+    return run_dir
+
+
+def has_begun(run_dir: Storage) -> bool:
+    """True in the run directory of a job or sweep that has begun or was refused."""
+    return run_dir.has(FINGERPRINT) or run_dir.has(ENDED)
+
+
+def run_of_job(place: Place) -> RunDirectory:
+    """Return the run directory of a job, as `existing_run` does. Raises InputError also for that of a sweep."""
+    run_dir = existing_run(place)
+    if run_dir.storage.has(SWEEP):
+        raise InputError(
+            f"{run_dir.place}: the run directory of a sweep; give that of a job. `python -m pipeline.sweep` writes the "
+            f"results of all points to {run_dir.storage.at(RESULTS[-1])}, and heals the points in `save` if the sweep "
+            "has `heal: {}`; `python -m pipeline.push` takes their checkpoints without --run-dir"
         )
     return run_dir
 

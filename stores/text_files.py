@@ -29,6 +29,7 @@ from stores.text_rows import (
     RowTexts,
     documents_of,
     missing_field,
+    missing_tools,
     presumed_fields,
     row_fields,
 )
@@ -201,12 +202,14 @@ def _columns(path: str, file: Any, text: Text) -> list[str]:
     lists = [field.name for field in schema if types.is_list(field.type) or types.is_large_list(field.type)]
     fields = row_fields(text, dict.fromkeys(schema.names)) or _fields_of_first(file, text, lists)
     fields = fields or presumed_fields(text, dict.fromkeys(schema.names))
-    wanted = (*fields.texts, *filter(None, (fields.messages, text.tools))) if fields else ()
+    wanted = (*fields.texts, *filter(None, [fields.messages])) if fields else ()
     absent = [name for name in wanted if name not in schema.names]
     if fields is None or absent:
         (*_, first), name = _first_rows(file, schema.names, 1), absent[0] if absent else None
         raise missing_field(f"text file {path}", text, first, name)
-    return [*wanted, *([fields.tools] if fields.messages and fields.tools in schema.names and not text.tools else [])]
+    if text.tools is not None and text.tools not in schema.names:
+        raise missing_tools(f"text file {path}", text, schema.names)
+    return [*wanted, *([fields.tools] if fields.messages and fields.tools in schema.names else [])]
 
 
 def _fields_of_first(file: Any, text: Text, columns: list[str]) -> RowFields | None:

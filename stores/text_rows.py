@@ -143,6 +143,7 @@ class RowTexts:
         self._template = template
         self._objects = objects or bool(text.fields) or text.has_conversations
         self._fields: RowFields | None = None  # those of the first row that shows them
+        self._names: dict[str, None] = {}  # of all fields of conversations, where `tools` names one
 
     def document(self, place: str, row: Row, reading: Reading) -> str | InputError:
         """Return the text of a row, or the reason why it has none. Raises InputError if it holds something else."""
@@ -161,6 +162,11 @@ class RowTexts:
         if fields.messages is not None:
             return self._conversation(place, row, fields, reading)
         return self._joined(place, item, fields.texts)
+
+    def check_tools(self, origin: str) -> None:
+        """Raise InputError if `tools` names a field that no conversation so far has."""
+        if self._names and self._text.tools not in self._names:
+            raise missing_tools(origin, self._text, self._names)
 
     def _expected(self) -> str:
         if self._text.has_conversations and self._text.messages is None:
@@ -191,6 +197,7 @@ class RowTexts:
             return missing_field(place, self._text, row.item, name)
         if self._template is None or not self._template.exists:
             raise no_template(place, name)
+        self._names |= dict.fromkeys(row.item) if self._text.tools is not None else {}
         if unknown := self._template.unknown_arguments:
             raise InputError(
                 f"{place}: template: the chat template has no argument {', '.join(unknown)}; correct the name, or "
@@ -216,13 +223,16 @@ def documents_of(rows: Iterable[Row], texts: RowTexts, reading: Reading) -> Iter
 
     `reading`: gets the counts; its `origin` names the file or dataset in errors.
 
-    Raises InputError: a row holds something else than text, or more than MOST_SKIPPED of the rows hold none.
+    Raises InputError: a row holds something else than text, more than MOST_SKIPPED of the rows hold none, or none has
+    the field that `tools` names.
     """
     first, count = None, 0
     for row in rows:
         count += 1
         place = f"{reading.origin}, {row.where}" if row.where else reading.origin
         text = texts.document(place, row, reading)
+        if row.null_filled or count == JUDGED_FROM:
+            texts.check_tools(reading.origin)
         if isinstance(text, str):
             reading.add(text)
             yield Document(place, text)
@@ -231,6 +241,7 @@ def documents_of(rows: Iterable[Row], texts: RowTexts, reading: Reading) -> Iter
         reading.first = reading.first or str(text)
         _judge(first, reading.refused, count, max(count, JUDGED_FROM))
     _judge(first, reading.refused, count, count)
+    texts.check_tools(reading.origin)
 
 
 def _judge(first: InputError | None, refused: int, count: int, of: int) -> None:
@@ -238,6 +249,14 @@ def _judge(first: InputError | None, refused: int, count: int, of: int) -> None:
         raise InputError(
             f"{first}; {refused:,} of {count:,} rows hold no text there, and at most {MOST_SKIPPED:.0%} are skipped"
         )
+
+
+def missing_tools(place: str, text: Text, fields: Iterable[str]) -> InputError:
+    """Return the error for rows with these fields, without that of tools."""
+    return InputError(
+        f"{place}: no row has the field {text.tools!r} of `tools` (init, evaluate: --tools); name one of "
+        f"{', '.join(map(repr, fields))}, or leave it out"
+    )
 
 
 def missing_field(place: str, text: Text, fields: Mapping[str, Any], name: str | None = None) -> InputError:

@@ -83,6 +83,7 @@ def test_each_wheel_alone(wheels: list[Path], tmp_path: Path) -> None:
     assert "fits" in compressing.succeed("-m", "pipeline.init", model, "--text", text)
     assert "fits" in compressing.succeed("-m", "pipeline.plan", "job.yaml")
     compressing.succeed("-m", "pipeline.run", "job.yaml", "--in-process", "--set", "workers.max=1")
+    assert "(done)" in compressing.succeed("-m", "pipeline.report", "model-keep-0.8.run")
     output = tmp_path / "compress" / "model-keep-0.8"
     serving = Environment(tmp_path / "serve", wheels[1])
     for environment, expected in ((compressing, "pipeline"), (serving, "nothing else")):

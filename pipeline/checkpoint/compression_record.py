@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from manifests.entries import GroupReport
 from manifests.errors import CorruptError, InputError
 from manifests.records import ComparedFigures, FormSpec, ShardRecord, TensorDescription
-from stores.checkpoint_files import MAX_JSON_BYTES, parse_json
+from stores.json_files import MAX_JSON_BYTES, parse_json
 from stores.storage import Place, Storage, open_storage
 
 RECORD_VERSION = 1
@@ -136,6 +136,16 @@ def describe_file(storage: Storage, name: str) -> dict[str, Any]:
         return {"size": file.size, "sha256": file.sha256()}
 
 
+def existing_checkpoint(output: Place) -> Storage:
+    """Return the storage of a Lamina checkpoint. Raises InputError if it has no record."""
+    storage = open_storage(output)
+    if (fault := storage.fault()) or not storage.has(RECORD_FILE):
+        raise InputError(
+            f"{storage.at(RECORD_FILE)}: {fault or 'missing'}; is it a Lamina checkpoint? Give the output of a job"
+        )
+    return storage
+
+
 def read_record(output: Place) -> dict[str, Any]:
     """Read compression.json and verify its digest and schema.
 
@@ -143,15 +153,11 @@ def read_record(output: Place) -> dict[str, Any]:
         InputError: it is missing, or of another version.
         CorruptError: it is damaged, edited, or does not follow the schema.
     """
-    storage = open_storage(output)
+    storage = existing_checkpoint(output)
     path = storage.at(RECORD_FILE)
-    if fault := storage.fault():
-        raise InputError(f"{path}: {fault}; is it a Lamina checkpoint? Give the output of a job")
     try:
         content = storage.read_whole(RECORD_FILE, MAX_JSON_BYTES)
         compression = parse_json(content)
-    except FileNotFoundError:
-        raise InputError(f"{path}: missing; is it a Lamina checkpoint? Give the output of a job") from None
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"{path}: damaged: not JSON: {error or type(error).__name__}") from error
     if not isinstance(compression, dict):

@@ -22,7 +22,7 @@ from pipeline.checkpoint.listing import CARD_FILE
 from pipeline.driver.ledger_keys import COMPLETE
 from pipeline.evaluation.task_scores import read_scores, shown_settings
 from stores.hub_upload import upload_model
-from stores.run_directory import SWEEP, existing_run
+from stores.run_directory import run_of_job
 from stores.source import INDEX_FILE, is_hub_id
 from stores.storage import Place, open_storage
 
@@ -129,11 +129,7 @@ def _perplexity(score: Mapping[str, Any], suffix: str) -> tuple[str, str, float]
 
 def _scores(run_dir: Place, seal: str) -> tuple[Mapping[str, Any], str]:
     """Return the scores of the job that wrote a checkpoint, and the name of the text. Raises InputError."""
-    run = existing_run(run_dir)
-    if run.storage.has(SWEEP):
-        raise InputError(
-            f"{run.place}: the run directory of a sweep, whose scores do not go on a card; leave out --run-dir"
-        )
+    run = run_of_job(run_dir)
     complete, manifest = run.ledger.get(COMPLETE), run.read_manifest()
     if complete is None or complete.contract_sha256 != seal:
         raise InputError(f"{run.place}: not the run directory of the job that wrote this checkpoint")

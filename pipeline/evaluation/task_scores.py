@@ -262,11 +262,17 @@ def shown_settings(settings: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def task_lines(columns: Mapping[str, Scores]) -> list[str]:
-    """Return the lines of a table with a row for each task and metric and a column for each model."""
+def task_rows(columns: Mapping[str, Scores]) -> list[list[str]]:
+    """Return the cells of a table: headings, then a row for each task and metric, with a column for each model."""
     rows = [["task", "metric", *columns]]
-    for task, first in next(iter(columns.values())).items():
+    for task, first in next(iter(columns.values()), {}).items():
         rows += [[task, name, *(_cell(scores, task, name) for scores in columns.values())] for name in first.metrics]
+    return rows
+
+
+def task_lines(columns: Mapping[str, Scores]) -> list[str]:
+    """Return the table of `task_rows` as lines of text."""
+    rows = task_rows(columns)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 

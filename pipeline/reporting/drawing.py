@@ -12,9 +12,8 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.colors import LinearSegmentedColormap, to_hex
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
 # Every colour has a contrast of 3 or more to white and to the pages' dark ground (WCAG 2, graphics).
 INK, GRID = "#757d87", "#757d8759"
@@ -25,13 +24,9 @@ SERIES = (
 )  # fmt: skip
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")  # so that a print without colours can be read
 DASHES = ("-", "--", "-.", ":", "-", "--", "-.", ":", "-", "--")
-DEPTHS = LinearSegmentedColormap.from_list("depths", ["#4f7fe0", "#d4613c"])
 WIDTH_INCHES, HEIGHT_INCHES = 4.6, 2.7  # as wide as a phone shows at its own size
-LETTER, LEGEND_LINE, LEGEND_GAP = (
-    0.58,
-    2.8,
-    2.0,
-)  # widths in a legend, in sizes of its font
+WITH_LEGEND_INCHES = 3.1  # height
+LETTER, LEGEND_LINE, LEGEND_GAP = 0.58, 2.8, 2.0  # widths in a legend, in sizes of its font
 SHORT_LOG_AXIS = 300.0  # an axis whose ends have a smaller ratio is labelled at 1, 2 and 5 of each decade
 
 STYLE: dict[Any, Any] = {  # matplotlib's types list every name
@@ -70,15 +65,10 @@ class Plot:
     caption: str
 
 
-def depth_colour(share: float) -> str:
-    """Return the colour of a layer, from the first (0) to the last (1)."""
-    return to_hex(DEPTHS(share))
-
-
-def draw(name: str, caption: str, plot: Callable[[Axes], None], height_inches: float = HEIGHT_INCHES) -> Plot:
+def draw(name: str, caption: str, plot: Callable[[Axes], None]) -> Plot:
     """Draw one plot. `name` begins its SVG identifiers, so that a page can hold several plots."""
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained")
+        figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), layout="constrained")
         canvas = FigureCanvasSVG(figure)
         plot(figure.add_subplot())
         content = io.StringIO()
@@ -87,12 +77,12 @@ def draw(name: str, caption: str, plot: Callable[[Axes], None], height_inches: f
     return Plot(_element(content.getvalue(), name), caption)
 
 
-def by_layer(axes: Axes, layers: int, label: str) -> None:
-    """Label the axes of a quantity by layer."""
-    axes.set_xlabel("layer")
-    axes.set_ylabel(label)
-    axes.set_xlim(-0.6, max(1, layers) - 0.4)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+def set_height(axes: Axes, inches: float) -> Figure:
+    """Set the height of a plot, HEIGHT_INCHES without this. Return its figure."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.set_figheight(inches)
+    return figure
 
 
 def make_logarithmic(axes: Axes) -> None:
@@ -108,10 +98,9 @@ def make_logarithmic(axes: Axes) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def legend_below(axes: Axes, most_columns: int) -> None:
-    """Put a legend below the axes, in as many columns as fit the width of the figure."""
-    figure = axes.get_figure()
-    assert figure is not None
+def legend_below(axes: Axes, most_columns: int, height_inches: float = WITH_LEGEND_INCHES) -> None:
+    """Put a legend below the axes, in as many columns as fit the width of the figure, and set the figure's height."""
+    figure = set_height(axes, height_inches)
     lengths, columns = [len(label) for label in axes.get_legend_handles_labels()[1]], most_columns
     while columns > 1 and _legend_inches(lengths, columns) > WIDTH_INCHES:
         columns -= 1

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from html import escape
-from pathlib import PurePosixPath
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader
 
 from pipeline.evaluation.losses import all_warnings, shown_perplexity
+from pipeline.evaluation.text_remarks import text_lines
 from pipeline.methods.registry import layers_of
 from pipeline.reporting import tables
 from pipeline.reporting.drawing import Plot
-from pipeline.reporting.figures import chosen_point, plots_of
+from pipeline.reporting.figures import draw_figures
 from pipeline.reporting.run_data import Run
-from pipeline.reporting.style import STYLE
+from pipeline.reporting.summary import settings_lines
+from pipeline.reporting.tables import Table
 
+TEMPLATE = "page.html"
 STATES = {
     "interrupted": "interrupted: run the same command again to resume",
     "stopped": "stopped without a message, perhaps killed: run the same command again to resume",
@@ -26,70 +32,69 @@ KEPT = {
 }
 
 
+@dataclass(frozen=True)
+class Section:
+    """A heading, and below it plots, tables or texts, lines, and what is folded below titles. Empty, it is not shown.
+
+    `beside`: put the tables side by side.
+    """
+
+    title: str
+    plots: Sequence[Plot] = ()
+    parts: Sequence[Table | str] = ()
+    lines: Sequence[str] = ()
+    folded: Mapping[str, Table | str] = field(default_factory=dict)
+    beside: bool = False
+
+    def __bool__(self) -> bool:
+        return any((*self.plots, *self.parts, *self.lines, *self.folded.values()))
+
+
 def render(run: Run) -> str:
     """Render the whole file. The same run gives the same bytes with the same versions of the libraries."""
-    log = f"<pre>{escape(chr(10).join(run.log))}</pre>" if run.log else ""
-    sections = [
-        section("What is kept", tables.kept(run), tables.scores(run), tables.texts(run)),
-        _section_with_plots(run, "Ranks"),
-        _section_with_plots(
-            run, "Loss curves", tables.expected(run), _folded("Chosen points", tables.predictions(run))
-        ),
-        _section_with_plots(
-            run,
-            "Errors and conditions",
-            _folded("Refinement", tables.refinement(run)),
-            _folded("All layers", tables.layers(run)),
-        ),
-        _section_with_plots(run, "Time", _block("beside", (tables.seconds(run), tables.units(run), tables.peaks(run)))),
-        section("Plan and measurement", tables.plan_and_measurement(run)),
-        section(
-            "Provenance",
-            tables.versions(run),
-            _folded("Manifest", f"<pre>{escape(run.manifest_text)}</pre>"),
-            _folded("Digests", tables.digests(run)),
-        ),
-        section("Log", log),
-    ]
-    return document(f"{PurePosixPath(run.path).name}: {run.state}", _head(run), sections)
-
-
-def document(title: str, head: str, sections: Sequence[str]) -> str:
-    """Build an HTML file. `title` is escaped here; the rest is HTML."""
-    return (
-        "<!doctype html>\n"
-        f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        f"<style>{STYLE}</style></head>\n<body><main>\n{head}\n{''.join(sections)}</main></body></html>\n"
+    plots, summary = draw_figures(run), run.summary
+    sizes = (tables.kept(run), tables.scores(run), tables.tasks(run), tables.texts(run))
+    lines = [*settings_lines(summary.get("evaluation", {})), *text_lines(summary)]
+    layers = {"Refinement": tables.refinement(run), "All layers": tables.layers(run)}
+    times = (tables.seconds(run), tables.units(run), tables.peaks(run))
+    origin: dict[str, Table | str] = {"Manifest": run.manifest_text, "Digests": tables.digests(run)}
+    return render_page(
+        PurePosixPath(run.path).name,
+        ", ".join(entry.method for entry in run.manifest.methods),
+        [
+            Section("What is kept", parts=sizes, lines=lines),
+            Section("Ranks", plots["Ranks"]),
+            Section(
+                "Loss curves",
+                plots["Loss curves"],
+                [tables.expected(run)],
+                folded={"Chosen points": tables.predictions(run)},
+            ),
+            Section("Errors and conditions", plots["Errors and conditions"], folded=layers),
+            Section("Time", plots["Time"], times, beside=True),
+            Section("Plan and measurement", parts=[tables.plan_and_measurement(run)]),
+            Section("Provenance", parts=[tables.versions(run)], folded=origin),
+            Section("Log", parts=["\n".join(run.log)]),
+        ],
+        paths=f"{run.manifest.model.source} → {run.manifest.output}",
+        state=run.state,
+        state_text=STATES.get(run.state, run.state),
+        error=run.ended if run.ended and run.ended.get("error") else None,
+        warnings=all_warnings(summary),
+        facts=[("layers compressed", f"{len(run.layers)} of {len(layers_of(run.tasks))}"), *_facts(run)],
     )
 
 
-def warning_lines(warnings: Iterable[str]) -> str:
-    """Render each warning as a paragraph in bold."""
-    return "".join(f"<p class=error><b>{escape(warning)}</b></p>" for warning in warnings)
-
-
-def _head(run: Run) -> str:
-    methods = ", ".join(entry.method for entry in run.manifest.methods)
-    lines = f'<p class="state {run.state}">{escape(STATES.get(run.state, run.state))}</p>'
-    if run.ended and run.ended.get("error"):
-        where = f" ({run.ended['where']})" if run.ended.get("where") else ""
-        code = f"exit code {run.ended['exit_code']}"
-        lines += f"<p class=error><b>{code}</b>{escape(where)}: {escape(str(run.ended['error']))}</p>"
-    lines += warning_lines(all_warnings(run.summary or {}))
-    facts = [("layers compressed", f"{len(run.layers)} of {len(layers_of(run.tasks))}"), *_facts(run)]
-    cards = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts)
-    paths = f"{run.manifest.model.source} → {run.manifest.output}"
-    return (
-        f"<header><h1>{escape(PurePosixPath(run.path).name)}</h1><p>{escape(methods)}: <code>{escape(paths)}</code></p>"
-        f"{lines}<dl>{cards}</dl></header>"
-    )
+def render_page(name: str, about: str, sections: Sequence[Section], **head: Any) -> str:
+    """Fill the template. `about`: the line below the heading; `head`: other variables of the template's head."""
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return environment.get_template(TEMPLATE).render(name=name, about=about, sections=sections, **head)
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
     """Return the most important figures: shares kept, perplexity and time once the job is done."""
-    chosen = [run.curves[task].loss[point] for task in run.curves if (point := chosen_point(run, task)) is not None]
+    chosen = run.chosen_losses.values()
     predicted = [("predicted loss, nats per token", f"{math.fsum(chosen):.4g}")] if chosen else []
     if not run.summary:
         return predicted
@@ -103,34 +108,3 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     if samples := run.summary.get("samples"):
         facts.append(("calibration samples chosen", f"{samples['samples']:,} of {samples['counts'][-1]:,}"))
     return [*facts, *predicted, ("time", f"{run.summary['seconds']['total']:,.0f} s")]
-
-
-def section(title: str, *parts: str) -> str:
-    """Put the non-empty parts under a heading. Return an empty string if all are empty."""
-    content = "\n".join(part for part in parts if part)
-    return f"<section><h2>{escape(title)}</h2>\n{content}\n</section>\n" if content else ""
-
-
-def _section_with_plots(run: Run, title: str, *parts: str) -> str:
-    return section(title, figures(plots_of(run, title)), *parts)
-
-
-def figures(plots: Sequence[Plot]) -> str:
-    """Render plots with their captions."""
-    return _block(
-        "plots",
-        [
-            f'<figure role="img" aria-label="{escape(plot.caption)}">{plot.svg}<figcaption>{escape(plot.caption)}'
-            "</figcaption></figure>"
-            for plot in plots
-        ],
-    )
-
-
-def _folded(title: str, content: str) -> str:
-    return f"<details><summary>{escape(title)}</summary>{content}</details>" if content else ""
-
-
-def _block(name: str, parts: Iterable[str]) -> str:
-    content = "\n".join(part for part in parts if part)
-    return f"<div class={name}>{content}</div>" if content else ""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -32,11 +32,13 @@ from pipeline.rounding.tasks import rounded_tasks
 from stores.headers import DTYPES
 from stores.ledger import Ledger
 from stores.lock import read_lock
-from stores.run_directory import ENDED, FINGERPRINT, MANIFEST, RESULTS, SWEEP, existing_run
-from stores.storage import Place, Storage, matching
+from stores.run_directory import ENDED, FINGERPRINT, MANIFEST, RunDirectory
+from stores.storage import Storage, matching
 
 LOG_LINES = 60
 UNIT_FIELDS = {"unit", "kind", "worker", "ended", "seconds", "peak_bytes", "tokens"}
+T = TypeVar("T")
+Data: TypeAlias = list[tuple[T, Mapping[str, str]]]  # of each plot: what it draws, and words for its texts
 KINDS = ("layer", "curves", "dense", "gradient", "statistics")
 
 
@@ -52,7 +54,7 @@ class Run:
         layers: layer -> ledger entry.
         ranks: task -> ranks, once they are chosen; importance: layer -> share; curves: by task.
         healing: the divergences of a healing, finished or not; None without one.
-        summary: the summary of the finished job.
+        summary: the summary of the finished job; empty before.
         statistics_bytes: layer -> bytes of its moments in memory.
         units: finished units of the last run, in the order in which they finished (`pipeline.reporting.unit_log`).
         log: the last lines of the last log, and the warnings before them.
@@ -70,7 +72,7 @@ class Run:
     importance: Mapping[int, float] = field(default_factory=dict)
     curves: Mapping[str, Curve] = field(default_factory=dict)
     healing: HealingCurve | None = None
-    summary: Mapping[str, Any] | None = None
+    summary: Mapping[str, Any] = field(default_factory=dict)
     record_sha256: str | None = None
     statistics_bytes: Mapping[int, int] = field(default_factory=dict)
     units: tuple[Mapping[str, Any], ...] = ()
@@ -95,7 +97,7 @@ class Run:
         """The plan in the summary of a finished job; before, a plan with upper bounds on stored bytes."""
         job = PlannedJob.of(self.manifest, self.geometry, self.tasks)
         plan = make_plan(job, self.geometry.model_bytes())
-        stored = (self.summary or {}).get("plan", {})
+        stored = self.summary.get("plan", {})
         return replace(plan, **{each.name: stored[each.name] for each in fields(Plan) if each.name in stored})
 
     @cached_property
@@ -106,6 +108,23 @@ class Run:
             for position, method in enumerate(build_methods(self.manifest))
             for variable in method.rank_variables(self.geometry)
         } | {(task, name): max(values) for task, curve in self.curves.items() for name, values in curve.ranks.items()}
+
+    @cached_property
+    def chosen_points(self) -> dict[str, int]:
+        """Task -> the index of its ranks in its curve, of the tasks whose ranks are chosen and on the curve."""
+        shared = [(task, self.ranks[task], curve) for task, curve in self.curves.items() if task in self.ranks]
+        fitting = [
+            (task, place)
+            for task, ranks, curve in shared
+            for place in reversed(range(len(curve.numbers)))
+            if all(curve.ranks[name][place] == rank for name, rank in ranks.items())
+        ]
+        return dict(fitting)  # the first place of a task
+
+    @property
+    def chosen_losses(self) -> dict[str, float]:
+        """Task -> the predicted loss of its chosen ranks."""
+        return {task: self.curves[task].loss[point] for task, point in self.chosen_points.items()}
 
     def stored_bytes(self, layer: int) -> dict[str, int]:
         """Return the stored bytes of a compressed layer by group; `rest` is claimed by no task."""
@@ -124,14 +143,13 @@ class Run:
         return stored
 
 
-def read_run(place: Place) -> Run:
-    """Read a run directory. Raises InputError if there is none, one of a sweep, or one of another version."""
-    run_dir = existing_run(place)
-    if run_dir.storage.has(SWEEP):
-        raise InputError(
-            f"{run_dir.place}: the run directory of a sweep, whose report is {run_dir.storage.at(RESULTS[-1])}; "
-            "`python -m pipeline.sweep` writes it at its end"
-        )
+def single(data: T) -> Data[T]:
+    """Return the data of a figure with one plot; without data it has none."""
+    return [(data, {})] if data else []
+
+
+def read_run(run_dir: RunDirectory) -> Run:
+    """Read the run directory of a job. Raises InputError if no work has begun there, or another version's."""
     storage, manifest = run_dir.storage, run_dir.read_manifest()
     if manifest is None:
         raise InputError(
@@ -165,7 +183,7 @@ def read_run(place: Place) -> Run:
         importance={int(layer): value for layer, value in ranks.importance.items()} if ranks else {},
         curves={task: curve for by_task in curves for task, curve in by_task.items()},
         healing=_healing(ledger),
-        summary=complete.summary if complete else None,
+        summary=complete.summary if complete else {},
         record_sha256=complete.contract_sha256 if complete else None,
         statistics_bytes=_statistics_bytes(entries),
         units=_units(run_dir.logs),

@@ -131,10 +131,15 @@ def score_lines(evaluation: Mapping[str, Any]) -> Iterator[str]:
             yield f"  {seen_warning(compressed['seen'])}"
     if evaluation.get("tasks"):
         yield from task_lines({model: read_scores(scores) for model, scores in evaluation["tasks"].items()})
-        if settings := evaluation.get("task_settings"):
-            yield f"tasks: {shown_settings(settings)}"
+    yield from settings_lines(evaluation)
     for entry in evaluation.get("earlier", ()):
         yield f"earlier: perplexity {_perplexity(entry)} ({_extent(entry)})"
+
+
+def settings_lines(evaluation: Mapping[str, Any]) -> list[str]:
+    """Return a line with the settings of scored tasks; none for the defaults."""
+    settings = evaluation.get("task_settings")
+    return [f"tasks: {shown_settings(settings)}"] if evaluation.get("tasks") and settings else []
 
 
 def _perplexity(score: Mapping[str, Any]) -> str:

@@ -1,11 +1,11 @@
-"""Renders the tables of a report as HTML."""
+"""The tables of a report."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from html import escape
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -13,10 +13,9 @@ from manifests.packages import DISTRIBUTION, SERVING_DISTRIBUTION
 from manifests.records import INFINITY
 from pipeline.console.progress import SHOWN
 from pipeline.evaluation.losses import perplexity_of, shown_perplexity
-from pipeline.evaluation.text_remarks import text_lines
+from pipeline.evaluation.task_scores import read_scores, task_rows
 from pipeline.methods.method import read_task_key
 from pipeline.methods.registry import build_methods
-from pipeline.reporting.figures import chosen_point
 from pipeline.reporting.run_data import Run
 from pipeline.reporting.summary import compute_share, refined_cells
 
@@ -40,37 +39,35 @@ UNITS = {  # kind of unit -> heading
 SHOWN_BESIDE = ("method", "ranks", "error", "condition", "fallback", "jitter")  # fields of a group without a note
 
 
-def table(name: str, headers: Sequence[str], rows: Iterable[Sequence[Any]], words: int = 1) -> str:
-    """Render a table: the first `words` columns are text, the others right-aligned numbers. Cells are escaped here.
+@dataclass(frozen=True)
+class Table:
+    """A table of a page: the first `words` columns are text, the others right-aligned numbers.
 
-    On a narrow screen, a table of more than `NARROW_COLUMNS` columns shows each row as a list of labelled cells.
+    Without rows it is not shown. On a narrow screen, a table of more than NARROW_COLUMNS columns shows each row as a
+    list of labelled cells.
     """
-    rows = list(rows)
-    if not rows:
-        return ""
-    stacked = len(headers) > NARROW_COLUMNS
 
-    def row(cells: Sequence[Any], tag: str) -> str:
-        attributes = ["" if place < words else " class=number" for place in range(len(cells))]
-        if tag == "td" and stacked:
-            labels = (f' data-label="{escape(header)}"' for header in headers)
-            attributes = [attribute + label for attribute, label in zip(attributes, labels, strict=True)]
-        parts = zip(attributes, cells, strict=True)
-        return f"<tr>{''.join(f'<{tag}{attribute}>{escape(str(cell))}</{tag}>' for attribute, cell in parts)}</tr>"
+    name: str
+    headers: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    words: int = 1
 
-    body = "\n".join(row(cells, "td") for cells in rows)
-    head = f"<thead>{row(headers, 'th')}</thead>"
-    shape = " class=stack" if stacked else ""
-    return f'<div class=wide><table id="{name}"{shape}>{head}\n<tbody>\n{body}\n</tbody></table></div>'
+    def __bool__(self) -> bool:
+        return bool(self.rows)
+
+    @property
+    def stacked(self) -> bool:
+        """True if each row is a list on a narrow screen."""
+        return len(self.headers) > NARROW_COLUMNS
 
 
-def kept(run: Run) -> str:
-    """Render the dense and compressed sizes of a finished job."""
-    counts = (run.summary or {}).get("counts", {})
+def kept(run: Run) -> Table:
+    """Return the dense and compressed sizes of a finished job."""
+    counts = run.summary.get("counts", {})
     rows = [
         _compared(name.replace("_", " "), pair["dense"], pair["compressed"], ".4f") for name, pair in counts.items()
     ]
-    return table("kept", ("", "dense", "compressed", "kept"), rows)
+    return Table("kept", ("", "dense", "compressed", "kept"), rows)
 
 
 def _compared(name: str, first: int, second: int | None, form: str) -> tuple[str, ...]:
@@ -79,28 +76,34 @@ def _compared(name: str, first: int, second: int | None, form: str) -> tuple[str
     return name, f"{first:,}", "" if second is None else f"{second:,}", ratio
 
 
-def scores(run: Run) -> str:
-    """Render the scores of the output, beside the dense model's if it was scored."""
-    evaluation = (run.summary or {}).get("evaluation", {})
+def scores(run: Run) -> Table:
+    """Return the scores of the output, beside the dense model's if it was scored."""
+    evaluation = run.summary.get("evaluation", {})
     compressed, dense = evaluation.get("perplexity") or {}, evaluation.get("dense") or {}
     rows = [
         (label, *(_score(name, scores.get(name)) for scores in (compressed, *([dense] if dense else []))))
         for name, label in SCORES.items()
         if name in compressed or name in dense
     ]
-    return table("scores", ("", "compressed", *(["dense"] if dense else [])), rows)
+    return Table("scores", ("", "compressed", *(["dense"] if dense else [])), rows)
 
 
-def texts(run: Run) -> str:
-    """Render the dense model's scores on the calibration samples and on the evaluation text."""
-    entered = (run.summary or {}).get("texts") or {}
+def tasks(run: Run) -> Table:
+    """Return the scores on tasks, with a column for each model, as in the summary of `run`."""
+    scored = run.summary.get("evaluation", {}).get("tasks", {})
+    headers, *rows = task_rows({model: read_scores(scores) for model, scores in scored.items()})
+    return Table("tasks", headers, rows, words=2)
+
+
+def texts(run: Run) -> Table:
+    """Return the dense model's scores on the calibration samples and on the evaluation text."""
+    entered = run.summary.get("texts") or {}
     rows = [
         (name, shown_perplexity(perplexity_of(entered[kind]["loss"])), f"{entered[kind]['tokens']:,}")
         for kind, name in (("calibration", "calibration samples"), ("evaluation", "evaluation text"))
         if entered.get(kind)
     ]
-    shown = table("texts", (f"windows of {entered.get('window')} tokens", "dense perplexity", "tokens"), rows)
-    return shown + "".join(f"<p>{escape(line)}</p>" for line in text_lines(run.summary or {}))
+    return Table("texts", (f"windows of {entered.get('window')} tokens", "dense perplexity", "tokens"), rows)
 
 
 def _score(name: str, value: float | str | None) -> str:
@@ -112,8 +115,8 @@ def _score(name: str, value: float | str | None) -> str:
     return f"{value:.2%}" if name == "seen" else number(value)
 
 
-def layers(run: Run) -> str:
-    """Render every group of every committed layer: ranks, notes, sizes and errors."""
+def layers(run: Run) -> Table:
+    """Return every group of every committed layer: ranks, notes, sizes and errors."""
     rows, methods = [], build_methods(run.manifest)
     for layer, entry in sorted(run.layers.items()):
         stored = run.stored_bytes(layer)
@@ -134,12 +137,13 @@ def layers(run: Run) -> str:
                     f"{condition:.3e}" if isinstance(condition, float) else "",
                 )
             )
-    headers = ("layer", "group", "method", "ranks", "notes")
-    return table("layers", (*headers, "importance", "bytes", "error", "kept energy", "condition"), rows, words=5)
+    headers: tuple[str, ...] = ("layer", "group", "method", "ranks", "notes")
+    headers += ("importance", "bytes", "error", "kept energy", "condition")
+    return Table("layers", headers, rows, words=5)
 
 
-def refinement(run: Run) -> str:
-    """Render the refinement of each layer: errors before and after, rates that were tried, steps, kept or not."""
+def refinement(run: Run) -> Table:
+    """Return the refinement of each layer: errors before and after, rates that were tried, steps, kept or not."""
     refined = {layer: entry.refined for layer, entry in sorted(run.layers.items()) if entry.refined is not None}
     cells = {layer: refined_cells(figures.as_json()) for layer, figures in refined.items()}
     rows = [
@@ -153,31 +157,30 @@ def refinement(run: Run) -> str:
     ]
     names = [name for row in cells.values() for _, name in row]
     headers = ("layer", *dict.fromkeys(names), "rates and their held-out errors", "samples, held-out ones")
-    return table("refinement", headers, rows)
+    return Table("refinement", headers, rows)
 
 
-def predictions(run: Run) -> str:
-    """Render the predicted loss of each chosen size, where ranks follow curves."""
+def predictions(run: Run) -> Table:
+    """Return the predicted loss of each chosen size, where ranks follow curves."""
     rows = []
-    for task, curve in run.curves.items():
-        point = chosen_point(run, task)
-        if point is not None:
-            layer, _, group = read_task_key(task)
-            numbers, loss = curve.numbers[point], curve.loss[point]
-            rows.append((layer, group, f"{numbers:,}", f"{numbers / curve.numbers[-1]:.4f}", f"{loss:.3e}"))
-    return table("predictions", ("layer", "group", "numbers", "kept", "nats per token"), sorted(rows), words=2)
+    for task, point in run.chosen_points.items():
+        (layer, _, group), curve = read_task_key(task), run.curves[task]
+        numbers, loss = curve.numbers[point], curve.loss[point]
+        rows.append((layer, group, f"{numbers:,}", f"{numbers / curve.numbers[-1]:.4f}", f"{loss:.3e}"))
+    headers = ("layer", "group", "numbers", "kept", "nats per token")
+    return Table("predictions", headers, sorted(rows), words=2)
 
 
-def expected(run: Run) -> str:
-    """Render the predicted loss of several sizes, and the expected one after calibration."""
-    sizes = ((run.summary or {}).get("prediction") or {}).get("sizes", ())
+def expected(run: Run) -> Table:
+    """Return the predicted loss of several sizes, and the expected one after calibration."""
+    sizes = (run.summary.get("prediction") or {}).get("sizes", ())
     rows = [(f"{each['keep']:g}", f"{each['predicted']:.3e}", f"{each['expected']:.3e}") for each in sizes]
-    return table("expected", ("keep", "predicted, nats per token", "expected, nats per token"), rows, words=0)
+    return Table("expected", ("keep", "predicted, nats per token", "expected, nats per token"), rows, words=0)
 
 
-def plan_and_measurement(run: Run) -> str:
-    """Render the planned amounts beside the measured ones."""
-    summary, plan = run.summary or {}, run.plan
+def plan_and_measurement(run: Run) -> Table:
+    """Return the planned amounts beside the measured ones."""
+    summary, plan = run.summary, run.plan
     counts, peaks = summary.get("counts", {}), summary.get("peak_bytes", {})
     pairs = {
         "stored numbers": (plan.expected_numbers, counts.get("parameters", {}).get("compressed")),
@@ -196,20 +199,20 @@ def plan_and_measurement(run: Run) -> str:
         "calibration tokens": (plan.calibration_tokens, None),
     }
     rows = [_compared(name, planned, measured, ".3f") for name, (planned, measured) in pairs.items()]
-    return table("plan", ("", "plan", "measured", "measured / plan"), rows)
+    return Table("plan", ("", "plan", "measured", "measured / plan"), rows)
 
 
-def seconds(run: Run) -> str:
-    """Render the seconds of the last run by phase."""
-    times = (run.summary or {}).get("seconds", {})
+def seconds(run: Run) -> Table:
+    """Return the seconds of the last run by phase."""
+    times = run.summary.get("seconds", {})
     rows = [(SHOWN.get(name, name), f"{spent:,.1f}") for name, spent in times.get("phases", {}).items()]
     rows += [("total", f"{times['total']:,.1f}")] if "total" in times else []
-    return table("seconds", ("", "seconds"), rows)
+    return Table("seconds", ("", "seconds"), rows)
 
 
-def units(run: Run) -> str:
-    """Render the number and seconds of the workers' units by kind."""
-    kinds = (run.summary or {}).get("seconds", {}).get("units", {})
+def units(run: Run) -> Table:
+    """Return the number and seconds of the workers' units by kind."""
+    kinds = run.summary.get("seconds", {}).get("units", {})
     rows = [
         (UNITS.get(kind, kind), f"{count:,.0f}", f"{spent:,.1f}", f"{computing / spent:.0%}" if spent else "")
         for kind, (count, spent, computing) in kinds.items()
@@ -217,29 +220,29 @@ def units(run: Run) -> str:
     if rows:
         count, busy, _ = map(sum, zip(*kinds.values(), strict=True))
         rows.append(("all", f"{count:,.0f}", f"{busy:,.1f}", f"{compute_share({'units': kinds}):.0%}"))
-    return table("units", ("unit", "done", "seconds of workers", "inside products"), rows)
+    return Table("units", ("unit", "done", "seconds of workers", "inside products"), rows)
 
 
-def peaks(run: Run) -> str:
-    """Render the peak memory of each process."""
-    peak_bytes = (run.summary or {}).get("peak_bytes", {})
+def peaks(run: Run) -> Table:
+    """Return the peak memory of each process."""
+    peak_bytes = run.summary.get("peak_bytes", {})
     rows = [("driver", peak_bytes["driver"])] if "driver" in peak_bytes else []
     rows += sorted(peak_bytes.get("workers", {}).items())
-    return table("memory", ("process", "peak MiB"), [(name, f"{size / 2**20:,.0f}") for name, size in rows])
+    return Table("memory", ("process", "peak MiB"), [(name, f"{size / 2**20:,.0f}") for name, size in rows])
 
 
-def versions(run: Run) -> str:
-    """Render the version of the job's code, and those of the packages that render this report."""
+def versions(run: Run) -> Table:
+    """Return the version of the job's code, and those of the packages that render this report."""
     rows = [("code of the job", run.fingerprint["code"]), ("dtype", run.fingerprint["dtype"])]
     rows += [("device", run.fingerprint["device"]), ("Python of this report", platform.python_version())]
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
             rows.append((f"{name} of this report", version(name)))
-    return table("versions", ("", ""), rows, words=2)
+    return Table("versions", ("", ""), rows, words=2)
 
 
-def digests(run: Run) -> str:
-    """Render the sha256 of the source's files, the written layers, the record and the calibration tokens."""
+def digests(run: Run) -> Table:
+    """Return the sha256 of the source's files, the written layers, the record and the calibration tokens."""
     rows = [
         ("source", name, f"{file['size']:,}", file["sha256"])
         for name, file in sorted(run.fingerprint["source"].items())
@@ -251,7 +254,7 @@ def digests(run: Run) -> str:
     rows += [("output", "compression.json", "", run.record_sha256)] if run.record_sha256 else []
     tokens = run.fingerprint.get("calibration_tokens")
     rows += [("calibration", "token ids", "", tokens)] if isinstance(tokens, str) else []
-    return table("digests", ("", "name", "bytes", "sha256"), rows, words=2)
+    return Table("digests", ("", "name", "bytes", "sha256"), rows, words=2)
 
 
 def number(value: float) -> str:

@@ -67,15 +67,15 @@ def _plot(results: Mapping[str, Any], size: str, loss: str) -> Plot:
         axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.set_xlabel(f"{SIZES[size]}, share of the dense model's")
         axes.set_ylabel(LOSSES[loss])
-        legend_below(axes, 2)
+        legend_rows = math.ceil((len(lines) + len(healed) + 1) / 2)
+        legend_below(axes, 2, AXES_INCHES + LEGEND_ROW_INCHES * legend_rows)
 
     caption = (
         f"{LOSSES[loss].capitalize()} by {SIZES[size]}. A ring marks a point that no other beats: no point of its size "
         f"has as little loss, and none of another curve has less that is larger by up to {TOLERANCE:.0%} of the dense "
         "size."
     ) + (" Healed points are not compared in this." if healed else "")
-    legend_rows = math.ceil((len(lines) + len(healed) + 1) / 2)
-    return draw(f"{loss}-{size}", caption, plot, AXES_INCHES + LEGEND_ROW_INCHES * legend_rows)
+    return draw(f"{loss}-{size}", caption, plot)
 
 
 def _healed_lines(results: Mapping[str, Any], size: str, loss: str) -> dict[str, list[tuple[float, float]]]:

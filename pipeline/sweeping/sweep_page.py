@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from html import escape
 from pathlib import PurePosixPath
 from typing import Any
 
 from pipeline.evaluation.text_remarks import text_lines
-from pipeline.reporting.page import document, figures, section, warning_lines
-from pipeline.reporting.tables import table
+from pipeline.reporting.page import Section, render_page
+from pipeline.reporting.tables import Table
 from pipeline.sweeping.healed_rows import HEADINGS, healed_cell
 from pipeline.sweeping.plots import SIZES, sweep_plots
 from pipeline.sweeping.point_tasks import task_figures
@@ -28,17 +27,22 @@ FIGURES = {
 
 def render_sweep(results: Mapping[str, Any]) -> str:
     """Render the whole file."""
-    plots, name = sweep_plots(results), PurePosixPath(results["model"]).name
-    by_size = {size: [plot for key, plot in plots.items() if key.endswith(f"-{size}")] for size in SIZES}
-    parts = [section(f"By {label}", figures(by_size[size])) for size, label in SIZES.items()]
+    plots = sweep_plots(results)
     missing = f"; missing: {', '.join(results['missing'])}" if results["missing"] else ""
-    lines = "".join(f"<p>{escape(line)}</p>" for line in text_lines(results))
-    count = f"{len(results['points'])} points{escape(missing)}"
-    head = f"<header><h1>{escape(name)}</h1><p>{count}</p>{lines}{warning_lines(results['warnings'])}</header>"
-    return document(f"{name}: sweep", head, [*parts, section("Points", _points(results))])
+    sections = [
+        Section(f"By {label}", [plot for key, plot in plots.items() if key.endswith(f"-{size}")])
+        for size, label in SIZES.items()
+    ]
+    return render_page(
+        PurePosixPath(results["model"]).name,
+        f"{len(results['points'])} points{missing}",
+        [*sections, Section("Points", parts=[_points(results)])],
+        lines=text_lines(results),
+        warnings=results["warnings"],
+    )
 
 
-def _points(results: Mapping[str, Any]) -> str:
+def _points(results: Mapping[str, Any]) -> Table:
     tasks = list(task_figures(results.get("tasks"), first=True))
     healed = HEADINGS if any(row.get("healed") for row in results["points"]) else {}
     rows = [
@@ -53,4 +57,4 @@ def _points(results: Mapping[str, Any]) -> str:
     ]
     headings = [heading for heading, _ in FIGURES.values()]
     headings += [f"healed {name.replace('_', ' ')}" for name in healed]
-    return table("points", ("point", *headings, *tasks, "best by"), rows)
+    return Table("points", ("point", *headings, *tasks, "best by"), rows)

@@ -6,6 +6,7 @@ never a traceback.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any
 
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from manifests.errors import CorruptError, InputError, LaminaError
+from manifests.errors import CorruptError, InputError, LaminaError, StorageError
 from pipeline.checkpoint.compression_record import (
     MODELLING_FILE,
     RECORD_FILE,
@@ -51,6 +52,9 @@ def verify(output: Place, source: str | None, bound: float | None = None) -> Ite
         yield Finding("contract", "the other files cannot be compared with it", (str(error),))
         return
     yield Finding("contract", f"{RECORD_FILE}, version {compression['version']}, is undamaged")
+    if original is not None and (fault := source_checks.other_model(original, standard, _config(checked), compression)):
+        yield Finding("source", "not compared", (fault,))
+        original, standard = None, {}
     files = _files(checked, compression)
     yield files
     yield _guarded("digests", _digests, checked, compression)
@@ -81,6 +85,15 @@ def _guarded(check: str, function: Callable[..., Finding], *arguments: Any) -> F
     except Exception as error:  # a forged record may hold anything that its schema allows
         fault = str(error) if isinstance(error, LaminaError) else f"{type(error).__name__}: {error}"
         return Finding(check, "could not be finished", (fault,))
+
+
+def _config(output: Storage) -> dict[str, Any]:
+    """Return config.json; nothing if it is damaged, which the checks of files report."""
+    try:
+        content = json.loads(output.read(CONFIG_FILE))
+    except (OSError, StorageError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _files(output: Storage, compression: Mapping[str, Any]) -> Finding:

@@ -31,7 +31,7 @@ from pipeline.rounding.schemes import packed_names
 from pipeline.verification.output_checks import Finding, recorded_forms
 from stores.formats import keeps
 from stores.headers import DTYPE_NAMES, DTYPES
-from stores.model_files import is_copy
+from stores.model_files import CONFIG_FILE, is_copy
 from stores.source import SourceCheckpoint
 from workers.checkpoint_reader import cpu_reader
 from workers.comparing import compare_models, deviation
@@ -40,6 +40,12 @@ SKETCH_BOUND = 1e-3  # intact ones repeat bit for bit on one machine
 EXACT_BOUND = 1e-3  # relative error of the logits when nothing is cut off; float32 reaches 1e-5
 ROUNDINGS = 4  # the same in units of rounding of the checkpoint's dtype, to which the factors are rounded
 LOSSY_BOUND = 1.0  # the error of leaving a layer out, and of predicting the mean logits everywhere
+SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+)  # of config.json; compressing keeps them
 WRITTEN_FIELDS = ("forms", "dtype", "architectures", "auto_map", "model_type")  # of config.json, by Lamina itself
 
 
@@ -62,6 +68,25 @@ class SourceAndOutput:
         """Return the record of a stored tensor; empty if it has none."""
         entry: Mapping[str, Any] = self.compression["tensors"].get(name, {})
         return entry
+
+
+def other_model(
+    original: SourceCheckpoint, standard: Mapping[str, Any], config: Mapping[str, Any], compression: Mapping[str, Any]
+) -> str | None:
+    """Return the fault of a source that is another model than the one that OUTPUT was compressed from; None if its
+    config.json is the recorded one, or has the same sizes. Arguments: as of SourceAndOutput."""
+    recorded = compression["source"]
+    record = recorded["files"].get(CONFIG_FILE)
+    if record is None or not file_fault(original.storage, CONFIG_FILE, record):
+        return None
+    sizes = [(field, standard.get(field), config.get(field)) for field in SIZES]
+    differing = [f"{field} is {theirs}, not {ours}" for field, theirs, ours in sizes if ours and theirs != ours]
+    if not differing:
+        return None
+    return (
+        f"{original.storage.at()}: another model ({'; '.join(differing)}); give the one that the checkpoint was made "
+        f"from, {recorded['path']}"
+    )
 
 
 def check_source(pair: SourceAndOutput) -> Finding:

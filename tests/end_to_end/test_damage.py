@@ -17,7 +17,7 @@ import pytest
 from pipeline.job import heartbeat
 from tests import factories
 from tests.end_to_end.children import Child, Hook
-from tests.end_to_end.jobs import Ended, Job, MakeJob, command, file_digests, without_ray
+from tests.end_to_end.jobs import Ended, Job, MakeJob, command, edit_json, file_digests, without_ray
 from tests.end_to_end.sources import make_source
 from tests.failing_disk import Fault, failing
 from tools.soak.corruption import (
@@ -123,6 +123,28 @@ def test_no_checkpoint_at_all(tmp_path: Path, llama: Path, finished_job: Job) ->
     ended = command("verify", str(newer.output))
     assert ended.code in (1, 2)
     assert "compression.json" in ended.out + ended.err
+
+
+@pytest.mark.usefixtures("inline")
+def test_another_model_as_the_source_is_said_in_one_line(tmp_path: Path, finished_job: Job) -> None:
+    """Nothing is compared with it; the other checks pass. A changed config of the same sizes is no other model."""
+    other = make_source(tmp_path / "other", "llama", layers=3, vocab_size=96)
+    ended = command("verify", str(finished_job.output), "--source", str(other), "--json")
+    assert ended.code == 1
+    findings = json.loads(ended.out)["findings"]
+    faults = {finding["check"]: finding["faults"] for finding in findings if finding["faults"]}
+    sizes = json.loads((finished_job.source / "config.json").read_text())
+    assert faults == {
+        "source": [
+            f"{other}: another model (num_hidden_layers is 3, not 2; vocab_size is 96, not {sizes['vocab_size']}); "
+            f"give the one that the checkpoint was made from, {finished_job.source}"
+        ]
+    }
+    assert [finding["check"] for finding in findings].index("source") == 1
+    changed = shutil.copytree(finished_job.source, tmp_path / "changed")
+    edit_json(changed / "config.json", rms_norm_eps=0.25)
+    ended = command("verify", str(finished_job.output), "--source", str(changed))
+    assert (ended.code, "config.json: not the file that" in ended.out, "another model" in ended.out) == (1, True, False)
 
 
 @pytest.mark.usefixtures("inline")

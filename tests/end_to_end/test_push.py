@@ -199,9 +199,6 @@ def test_what_is_wrong_is_said_before_anything_is_sent(hub: HubServer, made: Job
     assert other.run().code == DONE
     ended = push(made, "--run-dir", str(other.run_dir))
     assert (ended.code, "not the run directory of the job" in ended.err) == (WRONG_INPUT, True), ended.err
-    (other.run_dir / "sweep.yaml").touch()
-    ended = push(made, "--run-dir", str(other.run_dir))
-    assert (ended.code, "the run directory of a sweep" in ended.err) == (WRONG_INPUT, True), ended.err
     (made.output / "config.json").write_text("{}")
     ended = push(made)
     assert (ended.code, "config.json" in ended.err) == (FAILED, True), ended.err

@@ -17,9 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.console.progress import SHOWN
-from pipeline.reporting.style import STYLE
 from pipeline.reporting.tables import SCORES
-from pipeline.reporting.time_figures import joined_bars
+from pipeline.reporting.time_data import joined_bars
 from pipeline.sweeping.sweep_page import render_sweep
 from stores.headers import DTYPES
 from stores.ledger import Ledger
@@ -75,9 +74,9 @@ def test_one_file_that_needs_nothing_else(page: Page) -> None:
     assert used <= set(re.findall(r"--([a-z0-9-]+):", page.content))
 
 
-def red_classes() -> set[str]:
+def red_classes(page: Page) -> set[str]:
     """Return the classes whose elements the style shows in red."""
-    rules = re.findall(r"([^{}]+)\{([^{}]*)\}", STYLE)
+    rules = re.findall(r"([^{}]+)\{([^{}]*)\}", page.content)
     return {
         name
         for chosen, rule in rules
@@ -88,9 +87,9 @@ def red_classes() -> set[str]:
 
 def test_nothing_is_red_in_the_report_of_a_healthy_job(page: Page) -> None:
     """The report of a job that failed has red lines."""
-    assert red_classes() == {"failed", "stopped", "error"}
+    assert red_classes(page) == {"failed", "stopped", "error"}
     assert "done" in page.classes
-    assert not page.classes & red_classes()
+    assert not page.classes & red_classes(page)
 
 
 def test_the_same_run_gives_the_same_page(page: Page, finished_copy: Job) -> None:

@@ -16,10 +16,12 @@ from pipeline.cost_model.work import scoring_flops
 from pipeline.evaluation import questions, streamed_tasks
 from pipeline.evaluation.questions import Window
 from pipeline.families.registry import geometry_of, standard_config
+from pipeline.reporting.summary import score_lines
 from pipeline.units.questions import QuestionShard
 from stores.bucket import Bucket
 from tests import buckets
 from tests.end_to_end.jobs import Job, MakeJob, Sweep, command
+from tests.end_to_end.report_page import Page
 from tests.evaluation.tasks import answers_of, chat_model, needs_lm_eval, write_task
 
 pytestmark = needs_lm_eval
@@ -62,6 +64,12 @@ def test_a_job_s_settings_are_those_of_evaluate(chatting: Path, task: Path, job:
         direct = command("evaluate", str(model), "--tasks", str(task), *OPTIONS, "--json").json["tasks"][str(model)]
         assert scores[which] == direct
         assert (plain[which]["words"]["documents"], direct["words"]["documents"]) == (12, 4)
+    assert command("report", str(made.run_dir)).code == 0
+    page = Page((made.run_dir / "report.html").read_text(encoding="utf-8"))
+    printed = list(score_lines(evaluation))
+    assert [" ".join(row).split() for row in page.tables["tasks"]] == [line.split() for line in printed[:-1]]
+    assert page.tables["tasks"][1][:2] == ["words", "acc"]
+    assert printed[-1] in page.text  # the settings
     repeated = made.run()
     assert "scored_now" not in repeated.json
     assert repeated.json["evaluation"]["tasks"] == plain

@@ -52,12 +52,13 @@ COMMANDS = ("run", "plan", "status", "scale", "verify", "evaluate", "report", "e
 
 
 @pytest.mark.slow
-def test_help_status_and_a_wrong_manifest_import_nothing_heavy(tmp_path: Path) -> None:
+def test_help_and_wrong_paths_import_nothing_heavy(tmp_path: Path) -> None:
     """Each within a second, with neither torch nor Ray."""
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("version: 1\nbudget: {keep: 7}\n", encoding="utf-8")
     words = [[command, "--help"] for command in COMMANDS]
-    words += [["status", str(tmp_path)], ["run", str(wrong)], ["plan", str(wrong)]]
+    words += [[command, str(tmp_path)] for command in ("status", "report", "verify", "heal")]
+    words += [["run", str(wrong)], ["plan", str(wrong)]]
     command = [sys.executable, "-c", PROGRAM, json.dumps(words), json.dumps(HEAVY)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     found = json.loads(ended.stdout)

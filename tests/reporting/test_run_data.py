@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from manifests.entries import DenseEntry, StatisticsEntry
-from manifests.errors import InputError
 from manifests.records import ArrayRecord, CountedRecord, Curve
-from pipeline.methods.registry import build_methods, claim_tasks
+from pipeline.methods.registry import build_methods
 from pipeline.reporting import run_data
-from pipeline.reporting.run_data import LOG_LINES, UNIT_FIELDS, Run
-from tests.families.geometries import llama, manifest
+from pipeline.reporting.run_data import LOG_LINES, UNIT_FIELDS
 from tests.memory_storage import Memory
+from tests.reporting.runs import run_of
 
 ALIVE, DEAD = {"alive": True}, {"alive": False}
 
@@ -35,13 +33,6 @@ ALIVE, DEAD = {"alive": True}, {"alive": False}
 )
 def test_the_state_of_a_run(owner: Any, ended: Any, complete: Any, state: str) -> None:
     assert run_data._state(owner, ended, complete) == state
-
-
-def test_the_report_of_a_sweep_is_named(tmp_path: Path) -> None:
-    for name in ("fingerprint.json", "sweep.yaml"):
-        (tmp_path / name).write_text("{}")
-    with pytest.raises(InputError, match=r"the run directory of a sweep, whose report is .*/sweep\.html"):
-        run_data.read_run(str(tmp_path))
 
 
 @pytest.mark.parametrize("content", [None, b"", b"[1]", b"{", b"\xff{}", b"null"])
@@ -112,14 +103,6 @@ def test_bytes_of_moments_by_layer() -> None:
         "layer/00001": object(),
     }
     assert run_data._statistics_bytes(entries) == {1: 8 * (9 + 10 + 4)}
-
-
-def run_of(**fields: Any) -> Run:
-    run = Run("run", "done", None, manifest(keep=0.5), "", {"dtype": "float32"}, (), **{"layers": {}, **fields})
-    geometry = llama()
-    vars(run)["geometry"] = geometry  # cached
-    vars(run)["tasks"] = claim_tasks(build_methods(run.manifest), geometry)
-    return run
 
 
 def test_stored_bytes_go_to_the_longest_path_that_fits() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from manifests.errors import InputError
 from manifests.loading import parse_block
 from stores.chats import ChatTemplate, DamagedError
 from stores.corpus import count_tokens, draw_samples, evaluation_ids, read_documents
-from stores.text_rows import Reading, ReadText
+from stores.text_rows import JUDGED_FROM, Reading, ReadText
 from tests.stores.test_corpus import BOS, EOS, make_tokenizer
 from tests.stores.test_text_files import ROWS, write_rows
 
@@ -160,6 +161,25 @@ def test_conversations_without_contents_are_counted_as_empty(tmp_path: Path) -> 
     write_rows(tmp_path / "a.jsonl", [{"messages": empty}] * 3)
     with pytest.raises(InputError, match="empty"):
         [*read_documents(text, tokenizer_with())]
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_a_field_of_tools_that_no_row_has_is_refused(kind: str, tmp_path: Path) -> None:
+    """One that some rows have is read, and they may be few."""
+    rows: list[dict[str, Any]] = [{"messages": CHAT, "calls": [TOOL]}, {"messages": CHAT}]
+    text = Text(files=(str(write_rows(tmp_path / f"a{kind}", rows)),), tools="calls")
+    assert [*read_documents(text, tokenizer_with())] == [written(CHAT, [TOOL]), written(CHAT)]
+    said = r"no row has the field 'call' of `tools` \(.*\); name one of 'messages', 'calls', or leave it out"
+    with pytest.raises(InputError, match=said):
+        [*read_documents(text.model_copy(update={"tools": "call"}), tokenizer_with())]
+
+
+def test_a_field_of_tools_that_many_rows_lack_is_refused_before_all_are_read(tmp_path: Path) -> None:
+    text = Text(files=(str(write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}] * (JUDGED_FROM + 5))),), tools="calls")
+    documents = read_documents(text, tokenizer_with())
+    assert len([*islice(documents, JUDGED_FROM - 1)]) == JUDGED_FROM - 1
+    with pytest.raises(InputError, match="no row has the field 'calls'"):
+        next(documents)
 
 
 def test_tools_that_the_template_does_not_write(tmp_path: Path) -> None:
