@@ -102,7 +102,7 @@ def _cost(unit: ShardUnit, member: Holder, live: Collection[Holder]) -> tuple[in
     """
     if not isinstance(unit, WindowForward | Score):
         return 0, 0
-    mine, share = _windows(member), shards_per_worker(unit.windows.shards, len(live))
+    mine, share = _windows(member), shards_per_worker(unit.windows.shards, len(live), unit.windows.models)
     if mine.total() >= share and any(_windows(other).total() < share for other in live):
         return None
     if mine[unit.model]:

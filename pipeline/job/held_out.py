@@ -224,7 +224,8 @@ def _windows(job: JobContext, tokens: ArrayRecord) -> Windows:
     assert calibration is not None, "there is no text to hold out from"
     dtype = torch.promote_types(job.inputs.dtype, torch.float32)
     name = str(dtype).removeprefix("torch.")
-    return Windows.even(tokens.shape[0], calibration.shards, name, calibration.micro_batch, tokens, len(job.prefix))
+    batch, prefix = calibration.micro_batch, len(job.prefix)
+    return Windows.even(tokens.shape[0], calibration.shards, name, batch, tokens, prefix, models=2)
 
 
 def _drop(job: JobContext) -> None:

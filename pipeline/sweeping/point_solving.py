@@ -114,7 +114,7 @@ def score_dense(job: JobContext, workers: JobWorkers) -> Windows | None:
     tokens = _stored_windows(job, job.evaluation.ids.to(torch.int32))
     workers.always.append(tokens)
     batch, prefix = max(1, NUMBERS_PER_BATCH // length), len(job.evaluation.prefix)
-    windows = Windows.even(num_windows, SHARDS, "float32", batch, tokens, prefix)
+    windows = Windows.even(num_windows, SHARDS, "float32", batch, tokens, prefix, models=2)
     (key,) = dense_score_key(job)
     if (entered := job.ledger.get(key)) is None:
         scorer = workers.scorer(job)

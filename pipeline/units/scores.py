@@ -25,6 +25,7 @@ class Windows:
         tokens: record of the token ids (windows, length); None: the windows that the workers received when they
             started.
         prefix: the number of ids at the beginning of each window that the tokenizer puts before a text.
+        models: the number of models that are scored on them side by side.
     """
 
     ranges: tuple[tuple[int, int], ...]
@@ -32,6 +33,7 @@ class Windows:
     micro_batch: int
     tokens: ArrayRecord | None = None
     prefix: int = 0
+    models: int = 1
 
     @classmethod
     def even(
@@ -42,11 +44,12 @@ class Windows:
         micro_batch: int,
         tokens: ArrayRecord | None = None,
         prefix: int = 0,
+        models: int = 1,
     ) -> Windows:
         """Cut windows into at most `shards` shards, as calibration samples are cut."""
         shards = min(shards, windows)
         ranges = tuple(shard_range(shard, shards, windows) for shard in range(shards))
-        return cls(ranges, dtype, micro_batch, tokens, prefix)
+        return cls(ranges, dtype, micro_batch, tokens, prefix, models)
 
     @property
     def unscored(self) -> int:
@@ -64,14 +67,14 @@ class Windows:
         return self.tokens.path if self.tokens else None
 
 
-def scorers(shards: int, workers: int) -> int:
-    """The number of workers that score one model: half of them, while the others score another model."""
-    return min(shards, math.ceil(workers / 2))
+def scorers(shards: int, workers: int, models: int = 2) -> int:
+    """The number of workers that score one model, while as many score each of the other `models`."""
+    return min(shards, math.ceil(workers / models))
 
 
-def shards_per_worker(shards: int, workers: int) -> int:
+def shards_per_worker(shards: int, workers: int, models: int = 2) -> int:
     """The largest number of shards for one worker."""
-    return math.ceil(shards / scorers(shards, workers))
+    return math.ceil(shards / scorers(shards, workers, models))
 
 
 @dataclass(frozen=True)

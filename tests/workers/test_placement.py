@@ -40,8 +40,8 @@ def test_its_own_shard_then_nobody_s_then_who_has_two_more() -> None:
     assert choose_unit([forward(0), solve("a")], poor, live) == 1
 
 
-def windows(model: str, layer: int = 1, base: int = 1) -> list[Unit]:
-    cut = Windows.even(3, 3, "float32", 1)
+def windows(model: str, layer: int = 1, base: int = 1, models: int = 2) -> list[Unit]:
+    cut = Windows.even(3, 3, "float32", 1, models=models)
     return [WindowForward(cut, model, layer, shard, base=base) for shard in range(3)]
 
 
@@ -84,6 +84,15 @@ def test_two_models_go_through_different_workers() -> None:
     assert choose_unit([made[2], dense[1]], second, live) is None, "half of three would do with two each"
     first.idle = True
     assert choose_unit([made[2]], first, live) == 0
+
+
+def test_windows_of_one_model_are_spread_over_all_workers() -> None:
+    first, second = live = [worker(), worker()]
+    alone = windows("made", models=1)
+    first.shards = {("made", 0), ("made", 1)}
+    assert choose_unit(alone[2:], first, live) is None
+    assert choose_unit(alone[2:], second, live) == 0
+    assert choose_unit(windows("made")[2:], first, [first]) == 0
 
 
 def test_who_has_more_windows_leaves_the_other_model_s_to_who_has_fewer() -> None:

@@ -85,7 +85,7 @@ def _scoring(
     job: Job, passes: PlannedPasses, scheduler: Scheduler, journal: MemoryJournal, layers: LayersEntered
 ) -> Coroutine[Scored]:
     """Score held-out text by the dense and the compressed model, or by the latter alone if the texts came first."""
-    windows = Windows.even(passes.held_out_shards, passes.held_out_shards, "float32", 1)
+    windows = Windows.even(passes.held_out_shards, passes.held_out_shards, "float32", 1, models=2)
 
     def scorer() -> Scorer:
         return Scorer(
