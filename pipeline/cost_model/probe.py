@@ -28,7 +28,7 @@ from pipeline.methods.products import summing
 
 PROBE_SECONDS = 0.15
 LARGEST_HIDDEN = {"cpu": 2048, "cuda": 8192}  # the widest measured layer; wider ones have the same rate
-LONGEST = {"cpu": 512, "cuda": 4096}  # the most tokens of a sample
+LONGEST = {"cpu": 1024, "cuda": 4096}  # the most tokens of a sample
 SAMPLES = {"cpu": 1, "cuda": 4}
 DOUBLE_SIZE = {"cpu": 1024, "cuda": 4096}
 MOMENT_TOKENS = {"cpu": 1024, "cuda": 4096}
