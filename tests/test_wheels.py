@@ -39,21 +39,24 @@ class Environment:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "env"], check=True)
         (own,) = (folder / "env" / "lib").glob("python3*/site-packages")
         pip = [sys.executable, "-m", "pip", "--python", str(self.python), "install", "--quiet", "--no-deps", *wheels]
-        subprocess.run(pip, check=True)
+        subprocess.run(pip, check=True, env=_without_checkout())
         others = [path for path in sys.path if Path(path).name == "site-packages"]  # whose .pth files are not read
         (own / "others.pth").write_text("".join(f"{path}\n" for path in others))
 
     def run(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         """Python's answer to these arguments, in a folder without a checkout."""
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        return subprocess.run(
-            [self.python, *arguments], cwd=self.folder, env=environment, capture_output=True, text=True, timeout=280
-        )
+        options = {"cwd": self.folder, "env": _without_checkout(), "timeout": 280}
+        return subprocess.run([self.python, *arguments], capture_output=True, text=True, **options)
 
     def succeed(self, *arguments: str | Path) -> str:
         done = self.run(*arguments)
         assert done.returncode == 0, done.stderr
         return done.stdout
+
+
+def _without_checkout() -> dict[str, str]:
+    """Return the environment without PYTHONPATH: pip would take a distribution that it finds there for installed."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 def test_the_same_commit_gives_the_same_bytes(wheels: list[Path], tmp_path: Path) -> None:
