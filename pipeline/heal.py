@@ -54,7 +54,8 @@ def healing_manifest(arguments: Any) -> Manifest:
     stored = decode_manifest(run_dir.storage.read(MANIFEST), at)
     overrides = [*(["heal={}"] if stored.heal is None else []), *arguments.set]
     document = decode_document(run_dir.storage.read(MANIFEST), f"manifest {at}", overrides)
-    return resolve_paths(parse_manifest({**document, "environment": []}, at), arguments.base)
+    own = {"environment": [], "run_dir": run_dir.storage.address}  # the directory may have been moved or copied
+    return resolve_paths(parse_manifest({**document, **own}, at), arguments.base)
 
 
 if __name__ == "__main__":

@@ -106,8 +106,8 @@ def _points(run_dir: RunDirectory) -> dict[str, int] | None:
 def _state(owner: dict[str, Any] | None, finished: bool, ended: dict[str, Any] | None) -> str:
     if owner is not None and owner.get("alive"):
         return "running"
-    if _was_killed(owner, ended):
-        return "finished" if finished else "killed"
+    if _was_killed(owner, ended):  # also over a finished job, whose healing or scores it was to add
+        return "killed"
     if ended is not None and ended["outcome"] != "done":
         return str(ended["outcome"])
     return "finished" if finished else "stopped"

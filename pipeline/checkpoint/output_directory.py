@@ -11,7 +11,7 @@ from manifests.errors import CorruptError, InputError, StorageError
 from manifests.records import StagedRecord
 from pipeline.checkpoint.compression_record import RECORD_FILE, SEAL, read_record
 from pipeline.checkpoint.listing import listed_files, sweep_halves
-from pipeline.driver.ledger_keys import ASSEMBLING, COMPLETE
+from pipeline.driver.ledger_keys import ASSEMBLING, COMPLETE, RESULT
 from stores.ledger import Ledger
 from stores.lock import RunLock
 from stores.storage import Place, Storage, open_storage
@@ -67,8 +67,8 @@ def survey_output(output: Place, ledger: Ledger, fresh: bool = False) -> OutputF
     ours: set[str] = set()
     if claim and claim.output == storage.address and _is_same_folder(storage, files, claim):
         ours = files.intersection(files if claim.files is None else claim.files)
-    finished = ledger.get(COMPLETE)
-    if finished and seal == finished.contract_sha256:
+    finished, point = ledger.get(COMPLETE), ledger.get(RESULT)
+    if seal is not None and seal in (finished and finished.contract_sha256, point and point.seal):
         ours |= recorded & files
     of_lamina = (recorded & files) - ours
     foreign = sorted(names - ours - of_lamina)

@@ -84,16 +84,33 @@ def find_tasks(tasks: Sequence[str], field: str) -> tuple[list[str], Any]:
         raise InputError(f"{field}: lm-eval is not installed; {install_advice('tasks')}")
     from lm_eval.tasks import TaskManager
 
-    files = [Path(task) for task in tasks if task.endswith(YAML_SUFFIXES)]
-    names = [_name_in(Path(task), field) if task.endswith(YAML_SUFFIXES) else task for task in tasks]
-    folders = [str(folder) for folder in dict.fromkeys(file.resolve().parent for file in files)]
-    manager = TaskManager(include_path=folders or None, include_defaults=len(files) < len(tasks))
+    files = {task: Path(task) for task in tasks if task.endswith(YAML_SUFFIXES)}
+    named = {task: _name_in(files[task], field) if task in files else task for task in tasks}
+    names = list(named.values())
+    folders = [str(folder) for folder in dict.fromkeys(file.resolve().parent for file in files.values())]
+    manager = TaskManager(include_path=folders or None, include_defaults=len(files) < len(named))
+    for task, file in files.items():
+        _check_read(file, named[task], manager, field)
     if unknown := sorted({*names} - {*manager.all_tasks}):
         raise InputError(
             f"{field}: lm-eval knows no {', '.join(unknown)}; `lm-eval ls tasks` lists its own, and a YAML file of "
             "yours is given by its path"
         )
     return names, manager
+
+
+def _check_read(file: Path, name: str, manager: Any, field: str) -> None:
+    """Raise InputError if lm-eval, which looks for a name in whole folders, does not read this file by it."""
+    entry = manager.task_index.get(name)
+    if entry is None or entry.yaml_path is None:
+        raise InputError(
+            f"{field}: {file}: lm-eval does not read it as {name}: the file must be valid YAML, with a name that ends "
+            "in .yaml, and the files that it includes must be there"
+        )
+    if entry.yaml_path.resolve() != file.resolve():
+        raise InputError(
+            f"{field}: {file}: lm-eval reads {name} from {entry.yaml_path} instead; give it a name of its own"
+        )
 
 
 def _name_in(file: Path, field: str) -> str:

@@ -262,6 +262,15 @@ def test_an_unfinished_job_is_refused(job: MakeJob, tmp_path: Path) -> None:
     assert (ended.code, "no run directory" in ended.err) == (2, True)
 
 
+@pytest.mark.usefixtures("small_steps")
+def test_a_moved_run_directory_is_healed_where_it_is(finished: Job) -> None:
+    made = finished.put_back()
+    moved = made.run_dir.rename(made.run_dir.with_name("moved"))
+    assert command("heal", str(moved), "--json", *SETTINGS).json["healed"]
+    assert not made.run_dir.exists()
+    assert command("status", str(moved), "--json").json["summary"]["healed"]
+
+
 # Method -> a part of the names of its own tensors that must change.
 ENTRIES: dict[str, tuple[dict[str, Any], str]] = {
     "lestd": ({"method": "lestd", "target": "both", "keep": 0.6}, "core"),

@@ -86,8 +86,11 @@ def test_killed_again_and_again_each_time_a_file_further(
         assert code in (0, -signal.SIGKILL), child.said
         found = published(solved)
         assert INDEX_FILE not in found or found in (before, healed)
+        state = command("status", str(solved.run_dir), "--json").json["state"]
         if code == 0:
+            assert state == "finished"
             break
+        assert state == "killed" or found == healed  # at its very end, `ended.json` is there already
         assert match in ("/output/", "/ledger/") or found == before
     assert nth > least, child.said
     steps = re.findall(r"resuming after step (\d+) of 16", child.said)

@@ -117,6 +117,17 @@ def test_points_come_and_go(sweep: Callable[..., Sweep], inline: None) -> None:
     assert len(made.units()) == count
 
 
+def test_a_saved_point_gets_its_former_name_back(sweep: Callable[..., Sweep], inline: None) -> None:
+    """Its checkpoint under that name is the sweep's own, and no other job's."""
+    point: dict[str, Any] = {"name": "first", "methods": [{"method": "joint_rank_k"}], "keep": [0.6], "save": "all"}
+    made = sweep(point, calibration=None)
+    for name in ("first", "second", "first"):
+        point["name"] = name
+        assert [row["point"] for row in made.run().json["points"]] == [f"{name}-0.6"]
+    first, second = (file_digests(made.job.output / f"{name}-0.6") for name in ("first", "second"))
+    assert first == second
+
+
 def test_what_is_written(sweep: Callable[..., Sweep], inline: None) -> None:
     """The files in RUN_DIR say the same; a finished sweep that is run again computes nothing."""
     made = sweep({"methods": [{"method": "joint_rank_k"}], "quantize": [{"bits": 8, "group": None}]}, calibration=None)

@@ -78,6 +78,22 @@ def test_a_file_without_a_task(content: str | None, said: str, tmp_path: Path, m
         check_tasks([str(file)], "--tasks")
 
 
+@pytest.mark.slow
+@needs_lm_eval
+def test_a_file_that_lm_eval_does_not_read(task: Path) -> None:
+    """It looks for names in whole folders: of two files with one name it would score the first, whichever is given."""
+    check_tasks([str(task), str(task)], "--tasks")
+    copy = task.with_name("with_another_prompt.yaml")
+    copy.write_text(task.read_text().replace("{{query}}", "So: {{query}}"))
+    with pytest.raises(InputError, match=r"with_another_prompt.yaml: lm-eval reads which_word from .*which_word.yaml"):
+        check_tasks([str(copy)], "--tasks")
+    for name, content in ("short.yml", task.read_text()), ("broken.yaml", "include: missing.yaml\n" + task.read_text()):
+        file = task.with_name(name)
+        file.write_text(content.replace("which_word", "other_word"))
+        with pytest.raises(InputError, match=f"{name}: lm-eval does not read it as other_word: the file must be"):
+            check_tasks([str(file)], "--tasks")
+
+
 def test_the_digest_is_of_what_a_file_says(task: Path) -> None:
     one, other = (AskedTasks(tasks, "--tasks") for tasks in (("hellaswag", str(task)), (str(task), "hellaswag")))
     before = tasks_digest(one)
