@@ -33,9 +33,12 @@ def load_manifest(path: str | Path, overrides: Sequence[str] = ()) -> Manifest:
     """Read a manifest, apply overrides (`a.b=value`, values in YAML) and check it.
 
     Raises:
-        InputError: the file is missing or not YAML, or a list of all wrong fields.
+        InputError: the file is missing or not YAML, or a sweep; or a list of all wrong fields.
     """
-    return parse_manifest(read_document(path, overrides), str(path))
+    document = read_document(path, overrides)
+    if "points" in document:
+        raise InputError(f"manifest {path}: its `points` make it a sweep, which the command `sweep` runs")
+    return parse_manifest(document, str(path))
 
 
 def read_document(path: str | Path, overrides: Sequence[str] = (), kind: str = "manifest") -> dict[str, Any]:

@@ -136,9 +136,14 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Sweep, 
     """Read a sweep, apply overrides (`a.b=value`, values in YAML), and check it and every point as a manifest.
 
     Raises:
-        InputError: the file is missing or not YAML, or a list of all wrong fields.
+        InputError: the file is missing or not YAML, or has no points; or a list of all wrong fields.
     """
-    return parse_sweep(read_document(path, overrides, "sweep"), str(path))
+    document = read_document(path, overrides, "sweep")
+    if "points" not in document:
+        raise InputError(
+            f"sweep {path}: has no `points`; a manifest without them is one job, which the command `run` runs"
+        )
+    return parse_sweep(document, str(path))
 
 
 def decode_sweep(content: bytes, path: str) -> Sweep:

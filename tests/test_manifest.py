@@ -17,7 +17,7 @@ from manifests.loading import MAX_FILE_BYTES, dump_manifest, load_manifest, pars
 from manifests.methods import FlatLLM
 from manifests.schema import Budget, Manifest, completed
 from manifests.strict_yaml import read_yaml, write_yaml
-from manifests.sweep import parse_sweep
+from manifests.sweep import load_sweep, parse_sweep
 
 MINIMAL = """\
 version: 1
@@ -339,6 +339,15 @@ def test_a_thousand_million_laughs_take_no_time(tmp_path: Path) -> None:
 def test_file_that_is_not_there(tmp_path: Path, name: str) -> None:
     with pytest.raises(InputError, match="cannot be read"):
         load_manifest(f"{tmp_path}/{name}")
+
+
+def test_the_other_command_is_named_for_a_sweep_and_for_a_job(tmp_path: Path) -> None:
+    path = tmp_path / "it.yaml"
+    path.write_text(MINIMAL)
+    with pytest.raises(InputError, match="no `points`; a manifest without them is one job, which the command `run`"):
+        load_sweep(path)
+    with pytest.raises(InputError, match="its `points` make it a sweep, which the command `sweep` runs"):
+        load(tmp_path, MINIMAL + "points: []\n")
 
 
 def test_endless_file_is_not_read_to_its_end() -> None:
