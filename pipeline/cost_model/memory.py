@@ -25,7 +25,7 @@ from pipeline.units.sharding import TEXT_TOKENS
 
 DEVICE_PROCESS_BYTES = 2 * 2**30  # additional host memory for CUDA's libraries and context
 PROCESS_BYTES = 440 * 2**20  # a worker's Python with torch, transformers and ray, and what its libraries set up
-KEPT_BYTES = 64 * 2**20  # freed memory that its heap keeps (`workers.memory`: TRIMMED_BYTES)
+KEPT_BYTES = 96 * 2**20  # freed memory that its heap keeps (`workers.memory`: TRIMMED_BYTES), and compiled kernels
 MOMENT_BYTES = 8  # float64
 SOLVE_COPIES = 3  # copies of a moment: C, its inverse and W_down's gram, the panels (tests/kernels/test_elimination.py)
 CURVE_COPIES = 4  # one more for the kept channels, with its factor
@@ -59,7 +59,7 @@ def _held_states(job: PlannedJob, workers: int) -> int:
     """Return the bytes of a worker's hidden states: of calibration samples beside held-out windows, or of both texts,
     which pass before these.
 
-    A worker takes windows through one model at a time, in float32; with several workers, half of them take each text.
+    A worker takes windows through one model at a time. Texts are counted as if in float32, on half of the workers.
     """
     if not job.tokens:
         return 0
