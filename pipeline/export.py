@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from manifests.packages import prepare_process
+from pipeline.console.signals import exit_on_signals
 from pipeline.console.supervision import supervise
 
 if __name__ == "__main__":
+    exit_on_signals()  # the imports below take seconds
     supervise()
     prepare_process()
 
 import json
 import sys
-import threading
 from functools import partial
 from typing import Any
 
 from manifests.errors import InputError
 from pipeline.console.arguments import parser, run_command
 from pipeline.console.printing import say
-from pipeline.console.signals import interrupt_on_signals
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,11 +51,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     options.add_argument("--no-vocabulary", action="store_true", help="gguf: token ids instead of text")
     options.add_argument("--json", action="store_true", help="print one JSON object")
-    return run_command(_body, options.parse_args(argv))
+    return run_command(_body, options.parse_args(argv), interrupts=True)
 
 
 def _body(arguments: Any) -> int:
-    interrupt_on_signals(threading.Event())  # an interrupted export removes its files
     from pipeline.checkpoint.exporting import export_checkpoint  # slow import, not needed for --help
     from pipeline.checkpoint.gguf_file import export_gguf
 

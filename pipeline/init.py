@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from manifests.packages import prepare_process
+from pipeline.console.signals import exit_on_signals
 from pipeline.console.supervision import supervise
 
 if __name__ == "__main__":
+    exit_on_signals()  # the imports below take seconds
     supervise()
     prepare_process()
 
@@ -59,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     add_address(options)
     options.add_argument("--json", action="store_true", help="print the file's name and the plan as JSON")
     words = sys.argv[1:] if argv is None else argv
-    return run_command(lambda arguments: _body(arguments, words), options.parse_args(words))
+    return run_command(lambda arguments: _body(arguments, words), options.parse_args(words), interrupts=True)
 
 
 def _body(arguments: Any, words: list[str]) -> int:

@@ -7,9 +7,11 @@ families.
 from __future__ import annotations
 
 from manifests.packages import prepare_process
+from pipeline.console.signals import exit_on_signals
 from pipeline.console.supervision import supervise
 
 if __name__ == "__main__":
+    exit_on_signals()  # the imports below take seconds
     supervise()
     prepare_process()
 
@@ -47,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     rates.add_argument("--probe", action="store_true", help="measure a worker on the cluster, or on a local Ray")
     add_address(options)
     options.add_argument("--json", action="store_true", help="print the plan as JSON")
-    return run_command(_body, options.parse_args(argv))
+    return run_command(_body, options.parse_args(argv), interrupts=True)
 
 
 def _body(arguments: Any) -> int:

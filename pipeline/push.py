@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from manifests.packages import prepare_process
+from pipeline.console.signals import exit_on_signals
 from pipeline.console.supervision import supervise
 
 if __name__ == "__main__":
+    exit_on_signals()  # the imports below take seconds
     supervise()
     prepare_process()
 
@@ -32,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         "--base-model", metavar="ID", help="the base model on the hub; default: the job's model.source if it is an id"
     )
     options.add_argument("--json", action="store_true", help="print one JSON object")
-    return run_command(_body, options.parse_args(argv))
+    return run_command(_body, options.parse_args(argv), interrupts=True)
 
 
 def _body(arguments: Any) -> int:

@@ -6,9 +6,11 @@ docs/formats.md#run_dir.
 from __future__ import annotations
 
 from manifests.packages import prepare_process
+from pipeline.console.signals import exit_on_signals
 from pipeline.console.supervision import supervise
 
 if __name__ == "__main__":
+    exit_on_signals()  # the imports below take seconds
     supervise()
     prepare_process()
 
@@ -30,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument(
         "--json", action="store_true", help="print the path of the file and the state of the job as JSON"
     )
-    return run_command(_body, options.parse_args(argv))
+    return run_command(_body, options.parse_args(argv), interrupts=True)
 
 
 def _body(arguments: Any) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from manifests.packages import prepare_process
+from pipeline.console.signals import exit_on_signals
 from pipeline.console.supervision import supervise
 
 if __name__ == "__main__":
+    exit_on_signals()  # the imports below take seconds
     supervise()
     prepare_process()
 
@@ -26,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     options.add_argument("run_dir", help="the run directory of the job")
     options.add_argument("--workers", type=int, required=True, help="from 1 to the number of calibration shards")
-    return run_command(_body, options.parse_args(argv))
+    return run_command(_body, options.parse_args(argv), interrupts=True)
 
 
 def _body(arguments: Any) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from manifests.packages import prepare_process
+from pipeline.console.signals import exit_on_signals
 from pipeline.console.supervision import supervise
 
 if __name__ == "__main__":
+    exit_on_signals()  # the imports below take seconds
     supervise()
     prepare_process()
 
@@ -37,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         help="largest relative error of logits and of a layer; default 1.0; give about 0.001 if nothing was removed",
     )
     options.add_argument("--json", action="store_true", help="print one JSON object")
-    return run_command(_body, options.parse_args(argv))
+    return run_command(_body, options.parse_args(argv), interrupts=True)
 
 
 def _body(arguments: Any) -> int:

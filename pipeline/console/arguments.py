@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +23,7 @@ from pipeline.console.exit_status import ending_of
 from pipeline.console.paths import resolve_paths
 from pipeline.console.pipes import flushed, until_reader_leaves
 from pipeline.console.printing import as_called, say
+from pipeline.console.signals import interrupt_on_signals
 from pipeline.console.supervision import tell
 
 CONNECT_TIMEOUT_S = 30.0
@@ -138,16 +140,25 @@ def read_sweep(arguments: argparse.Namespace) -> tuple[Sweep, tuple[SweepPoint, 
     return sweep, tuple(replace(point, manifest=resolve_paths(point.manifest, arguments.base)) for point in points)
 
 
-def run_command(body: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
-    """Run a command's body, print its error, and return the exit code."""
+def run_command(
+    body: Callable[[argparse.Namespace], int], arguments: argparse.Namespace, interrupts: bool = False
+) -> int:
+    """Run a command's body, print its error, and return the exit code.
+
+    `interrupts`: signals raise KeyboardInterrupt in the body, and any error after one counts as it: an import that is
+    interrupted may fail in another way. Without it, the body decides what signals do.
+    """
+    stop = threading.Event()
+    if interrupts and threading.current_thread() is threading.main_thread():  # others cannot set handlers
+        interrupt_on_signals(stop)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does, for letters that the locale lacks
-    code = until_reader_leaves(lambda: _reported(body, arguments))
+    code = until_reader_leaves(lambda: _reported(body, arguments, stop))
     tell(code=code)
     return code
 
 
-def _reported(body: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
+def _reported(body: Callable[[argparse.Namespace], int], arguments: argparse.Namespace, stop: threading.Event) -> int:
     try:
         return flushed(body(arguments))
     except BrokenPipeError:
@@ -157,6 +168,6 @@ def _reported(body: Callable[[argparse.Namespace], int], arguments: argparse.Nam
             traceback.print_exc()
         elif arguments.debug and isinstance(error, Exception):
             raise
-        ending = ending_of(error)
+        ending = ending_of(KeyboardInterrupt() if stop.is_set() and isinstance(error, Exception) else error)
         say(ending.line, sys.stderr)
         return ending.exit_code

@@ -94,6 +94,24 @@ def test_control_c_is_resumable(capsys: pytest.CaptureFixture[str]) -> None:
     assert "run the same command again" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("_handlers")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_error_after_a_signal_is_the_interruption(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Native code that is interrupted while it is imported fails with an error of its own."""
+
+    def body(_: argparse.Namespace) -> int:
+        try:
+            signal.raise_signal(number)
+        except KeyboardInterrupt:
+            raise ImportError("cannot load module more than once per process") from None
+        return 0
+
+    assert run_command(body, argparse.Namespace(debug=False), interrupts=True) == 75
+    assert "ImportError" not in capsys.readouterr().err
+
+
 def test_letters_that_the_locale_lacks_end_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
     printed = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, "ascii", write_through=True))

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import pipeline
+
 HEAVY = ("torch", "transformers", "ray", "datasets", "zarr", "pyarrow", "pandas", "matplotlib", "numpy")
 PROGRAM = """
 import importlib, io, json, sys
@@ -49,6 +51,15 @@ OF_THE_DRIVER = (
     "pipeline.cost_model",
 )
 COMMANDS = ("run", "plan", "status", "scale", "verify", "evaluate", "report", "export", "heal")
+
+
+def test_signals_are_known_before_the_slow_imports() -> None:
+    """In each command, so that Ctrl-C in its first second has the exit code of the table, too."""
+    begin = 'if __name__ == "__main__":\n    exit_on_signals()  # the imports below take seconds\n    supervise()\n'
+    sources = {path.stem: path.read_text(encoding="utf-8") for path in Path(pipeline.__file__).parent.glob("*.py")}
+    commands = {name: source for name, source in sources.items() if "run_command(" in source}
+    assert {*COMMANDS} <= {*commands}
+    assert [name for name, source in commands.items() if begin not in source] == []
 
 
 @pytest.mark.slow
