@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from manifests.engines import FAST_BITS, FAST_LEVELS, GGUF_BLOCK
+from manifests.engines import FAST_BITS, FAST_LEVELS
 from manifests.errors import InputError
 from manifests.fit import Fit, memory_text
 from manifests.methods import FlatLLM, LeSTD, OfExperts
@@ -144,18 +144,12 @@ def _unheld_by_llama_cpp(fit: Fit, manifest: Manifest, geometry: Geometry) -> It
             "a GGUF file keeps codes of 8 or 4 bits with uniform or iq4_nl levels alone, and has others multiplied "
             "out; change quantize"
         )
-    steps = manifest.budget.multiple if manifest.budget else None
-    for position, entry in enumerate(each.in_steps_of(steps) for each in manifest.methods):
+    for position, entry in enumerate(manifest.methods):
         narrow = isinstance(entry, OfExperts) or (isinstance(entry, FlatLLM) and not entry.attention)
         if not narrow and getattr(entry, "shapes", "free") != "stock":
             yield (
                 f"methods.{position}: factors of {entry.method} are multiplied out in a GGUF file; use flat_llm with "
                 "attention: false, whose MLPs are narrower"
-            )
-        elif quantize is not None and entry.multiple(geometry.hidden) % GGUF_BLOCK:
-            yield (
-                f"methods.{position}: a GGUF file has no codes of rows that are no multiple of {GGUF_BLOCK}; give "
-                f"budget.multiple: {GGUF_BLOCK} for the widths"
             )
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from manifests.calibration import Text
-from manifests.engines import GGUF_BLOCK
 from manifests.fit import memory_text
 from manifests.quantize import CORRECTED_TOKENS
 from manifests.schema import MANIFEST_VERSION
@@ -56,7 +55,7 @@ def _lines(command: str, places: JobPlaces, goal: Goal, settings: Settings) -> I
     yield f"model: {{source: {quoted(places.model)}}}"
     yield f"output: {quoted(places.output)}"
     yield f"run_dir: {quoted(places.run_dir)}  # ledger and statistics, from which an interrupted job resumes"
-    yield f"budget: {{{goal.field}: {_limit(goal)}{_multiple(goal)}}}  # {GOALS[goal.field]}"
+    yield f"budget: {{{goal.field}: {_limit(goal)}}}  # {GOALS[goal.field]}"
     if goal.recipe is not None:
         yield from _recipe(goal.recipe, goal, use.samples * use.length)
     elif goal.field == "bytes":
@@ -86,13 +85,6 @@ def _limit(goal: Goal) -> str:
         return f"{goal.value:g}"
     fields = {**goal.fit.model_dump(), "memory": memory_text(goal.fit.memory)}
     return f"{{{', '.join(f'{name}: {value}' for name, value in fields.items())}}}"
-
-
-def _multiple(goal: Goal) -> str:
-    """Return the field for widths whose rows have codes in a GGUF file, or nothing if it has none of narrower MLPs."""
-    engine = goal.fit.engine if goal.fit else goal.engine
-    narrows = goal.recipe.bits and goal.recipe.entries if goal.recipe else goal.field == "bytes"
-    return f", multiple: {GGUF_BLOCK}" if engine == "llama.cpp" and narrows else ""
 
 
 def _recipe(recipe: Recipe, goal: Goal, tokens: int) -> Iterator[str]:

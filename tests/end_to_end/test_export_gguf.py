@@ -446,7 +446,7 @@ CODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # other sizes of a 
     "mixtral": ({"intermediate_size": 64}, {"quantize": {"bits": 4, "group": 32, "what": "all"}}),
     "qwen3_moe": (
         {"moe_intermediate_size": 96},
-        {**STOCK, "budget.multiple": 32, "quantize": {"bits": 4, "levels": "iq4_nl"}},
+        {**STOCK, "quantize": {"bits": 4, "levels": "iq4_nl"}},
     ),
     "deepseek_v3": (
         {"moe_intermediate_size": 32, "q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16},

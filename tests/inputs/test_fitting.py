@@ -134,7 +134,6 @@ def test_other_faults_are_reported_as_they_are() -> None:
         ({"engine": "llama.cpp"}, {"bits": 3}, None, "codes of 8 or 4 bits with uniform or iq4_nl"),
         ({"engine": "llama.cpp"}, NORMAL, None, "codes of 8 or 4 bits with uniform or iq4_nl levels alone"),
         ({"engine": "llama.cpp"}, None, {"method": "loss_aware"}, "factors of loss_aware are multiplied out"),
-        ({"engine": "llama.cpp"}, {"bits": 4}, {"method": "flat_llm", "attention": False}, "give budget.multiple: 32"),
         ({}, None, {"method": "lestd", "target": "attention"}, "give prune: false"),
         ({"context": 10**6}, None, None, "budget.fit.context: 1000000 is longer than the model's"),
     ],
@@ -151,7 +150,7 @@ def test_forms_that_an_engine_does_not_hold_are_refused(
     [
         ({"engine": "vllm", "device": "gpu"}, {"bits": 8}, ()),
         ({"engine": "vllm"}, {"bits": 4}, ()),
-        ({"engine": "llama.cpp"}, {"bits": 4}, ({"method": "flat_llm", "attention": False, "rank_multiple": 32},)),
+        ({"engine": "llama.cpp"}, {"bits": 4}, ({"method": "flat_llm", "attention": False},)),
         ({"engine": "llama.cpp"}, None, ({"method": "flat_llm", "attention": False},)),
         ({"engine": "llama.cpp"}, {"bits": 4, "levels": "iq4_nl"}, ()),
         ({}, {"bits": "auto", "levels": "normal"}, ({"method": "loss_aware"},)),
