@@ -137,13 +137,16 @@ def describe_file(storage: Storage, name: str) -> dict[str, Any]:
 
 
 def existing_checkpoint(output: Place) -> Storage:
-    """Return the storage of a Lamina checkpoint. Raises InputError if it has no record."""
+    """Return the storage of a Lamina checkpoint, which may lack its record. Raises InputError if it lacks its modelling
+    code, too."""
     storage = open_storage(output)
-    if (fault := storage.fault()) or not storage.has(RECORD_FILE):
-        raise InputError(
-            f"{storage.at(RECORD_FILE)}: {fault or 'missing'}; is it a Lamina checkpoint? Give the output of a job"
-        )
+    if (fault := storage.fault()) or not any(map(storage.has, (RECORD_FILE, MODELLING_FILE))):
+        raise _no_record(storage, fault or "missing")
     return storage
+
+
+def _no_record(storage: Storage, fault: str) -> InputError:
+    return InputError(f"{storage.at(RECORD_FILE)}: {fault}; is it a Lamina checkpoint? Give the output of a job")
 
 
 def read_record(output: Place) -> dict[str, Any]:
@@ -158,6 +161,8 @@ def read_record(output: Place) -> dict[str, Any]:
     try:
         content = storage.read_whole(RECORD_FILE, MAX_JSON_BYTES)
         compression = parse_json(content)
+    except FileNotFoundError:
+        raise _no_record(storage, "missing") from None
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"{path}: damaged: not JSON: {error or type(error).__name__}") from error
     if not isinstance(compression, dict):

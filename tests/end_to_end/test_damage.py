@@ -126,6 +126,16 @@ def test_no_checkpoint_at_all(tmp_path: Path, llama: Path, finished_job: Job) ->
 
 
 @pytest.mark.usefixtures("inline")
+def test_a_missing_record_is_a_fault_of_the_checkpoint(finished_job: Job) -> None:
+    """The modelling code says that it is one; a folder without both is wrong input."""
+    copied = copy_job(finished_job, finished_job.root.with_name("without-record"))
+    (copied.output / "compression.json").unlink()
+    ended = command("verify", str(copied.output))
+    assert (ended.code, "FAULT  contract" in ended.out) == (1, True)
+    assert "compression.json: missing" in ended.out
+
+
+@pytest.mark.usefixtures("inline")
 def test_another_model_as_the_source_is_said_in_one_line(tmp_path: Path, finished_job: Job) -> None:
     """Nothing is compared with it; the other checks pass. A changed config of the same sizes is no other model."""
     other = make_source(tmp_path / "other", "llama", layers=3, vocab_size=96)
