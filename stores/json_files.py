@@ -1,4 +1,4 @@
-"""Parses JSON strictly."""
+"""Parses JSON strictly, and reads small JSON files that may be missing or damaged."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import json
 import math
 from collections import Counter
 from typing import Any
+
+from manifests.errors import StorageError
+from stores.storage import Storage
 
 MAX_JSON_BYTES = 512 * 1024 * 1024  # an index of a million tensors has 100 MB
 
@@ -33,3 +36,12 @@ def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         repeated = next(name for name, count in counts.items() if count > 1)
         raise ValueError(f"the key {repeated!r} occurs twice")
     return entries
+
+
+def read_object(storage: Storage, name: str) -> dict[str, Any] | None:
+    """Return the object in a JSON file, or None if the file is missing or damaged."""
+    try:
+        content = json.loads(storage.read(name))
+    except (OSError, StorageError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from operator import itemgetter
 from typing import Protocol
 
@@ -40,6 +40,20 @@ class Holder(Protocol):
     def idle(self) -> bool:
         """True if the worker runs no unit, or only `ConcurrentUnit`s."""
         ...
+
+
+def hold(unit: Unit, member: Holder, live: Iterable[Holder]) -> None:
+    """Note that a worker gets a unit: it will hold the unit's shard, and no other worker does."""
+    if isinstance(unit, ShardUnit):
+        for other in live:
+            other.shards.discard(shard_of(unit))
+        member.shards.add(shard_of(unit))
+
+
+def release(unit: Unit, member: Holder) -> None:
+    """Note that a worker has done a unit: with its score, it has dropped the hidden states of a shard."""
+    if isinstance(unit, Score):
+        member.shards.discard(shard_of(unit))
 
 
 def choose_unit(waiting: Sequence[Unit], member: Holder, live: Collection[Holder], beside: bool = False) -> int | None:

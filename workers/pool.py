@@ -29,16 +29,15 @@ from ray.util import metrics
 
 from manifests.errors import InputError, Interrupted, WorkerError
 from manifests.schema import Workers
-from pipeline.units.scores import Score
 from pipeline.units.sums import Collect
-from pipeline.units.units import ConcurrentUnit, ShardUnit, Summable, Unit
+from pipeline.units.units import ConcurrentUnit, Summable, Unit
 from workers.actor import BESIDE, WorkerActor
 from workers.cluster import declared_memory, watch_ray, why_unplaceable
 from workers.config import WorkerConfig
 from workers.hardware import differing, software_versions, thread_fault
 from workers.metrics import PoolMeters, run_name
 from workers.outcomes import Outcome, UnitAccounts, result_of, unit_kind
-from workers.placement import Shard, choose_unit, shard_of
+from workers.placement import Shard, choose_unit, hold, release
 from workers.pool_health import START, Deaths, Failures, Pause, Shortage, failure_key, others_hold_most, worker_name
 from workers.tensor_transfer import attach_handles
 
@@ -284,8 +283,7 @@ class RayPool(UnitAccounts):
             self.pause.end()
             if isinstance(unit, Collect):
                 member.sums.discard(unit.sums)
-            if isinstance(unit, Score):  # the worker has dropped its hidden states
-                member.shards.discard(shard_of(unit))
+            release(unit, member)
             self.account(worker_name(member.where), unit, value)
             result = attach_handles(unit, value.result, member.tensors.pop(ref))
             self.finished.append((unit, replace(value, result=result)))
@@ -388,12 +386,9 @@ class RayPool(UnitAccounts):
     def _assign(self, member: Member, live: list[Member], index: int) -> None:
         unit = self.waiting[index]
         del self.waiting[index]
-        if isinstance(unit, ShardUnit):
-            for other in live:
-                other.shards.discard(shard_of(unit))
-            member.shards.add(shard_of(unit))
-            if isinstance(unit, Summable) and unit.sums is not None:
-                member.sums.add(unit.sums.name)
+        hold(unit, member, live)
+        if isinstance(unit, Summable) and unit.sums is not None:
+            member.sums.add(unit.sums.name)
         count = unit.handles
         options: dict[str, Any] = {"num_returns": 1 + count, "name": f"lamina {unit_kind(unit)}"}
         if isinstance(unit, ConcurrentUnit):

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from manifests.entries import CurvesEntry, DenseEntry, GradientEntry, HealingCurve, LayerEntry, StatisticsEntry
-from manifests.errors import InputError, StorageError
+from manifests.errors import InputError
 from manifests.quantize import OUTER_ROLES
 from manifests.records import Curve
 from manifests.schema import Manifest
@@ -30,6 +30,7 @@ from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.reporting.unit_log import SUFFIX
 from pipeline.rounding.tasks import rounded_tasks
 from stores.headers import DTYPES
+from stores.json_files import read_object
 from stores.ledger import Ledger
 from stores.lock import read_lock
 from stores.run_directory import ENDED, FINGERPRINT, MANIFEST, RunDirectory
@@ -156,7 +157,7 @@ def read_run(run_dir: RunDirectory) -> Run:
             f"{run_dir.place}: no work has begun there (it has no {MANIFEST}); `python -m pipeline.status "
             f"{run_dir.place}` says how its last start ended"
         )
-    fingerprint = _json(storage, FINGERPRINT) or {}
+    fingerprint = read_object(storage, FINGERPRINT) or {}
     if not isinstance(fingerprint.get("fields"), dict):
         raise InputError(
             f"{storage.at(FINGERPRINT)}: damaged, so that the job of this work is unknown; start over with "
@@ -166,7 +167,7 @@ def read_run(run_dir: RunDirectory) -> Run:
     keys = ledger.keys()
     entries: dict[str, Any] = {key: ledger.get(key) for key in keys if key.split("/")[0] in KINDS}
     complete, ranks = ledger.get(COMPLETE), ledger.get(RANKS)
-    owner, ended = read_lock(storage), _json(storage, ENDED)
+    owner, ended = read_lock(storage), read_object(storage, ENDED)
     if ended and owner and ended.get("run") != owner["token"]:
         ended = None  # of an earlier run
     curves = [entry.curves for entry in entries.values() if isinstance(entry, CurvesEntry)]
@@ -206,15 +207,6 @@ def _state(owner: Mapping[str, Any] | None, ended: Mapping[str, Any] | None, com
     if ended is not None:
         return str(ended["outcome"])
     return "done" if complete else "stopped"
-
-
-def _json(storage: Storage, name: str) -> dict[str, Any] | None:
-    """Return the object in a JSON file, or None if the file is missing or damaged."""
-    try:
-        content = json.loads(storage.read(name))
-    except (OSError, StorageError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
 
 
 def _layer(key: str) -> int:

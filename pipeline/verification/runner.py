@@ -6,7 +6,6 @@ never a traceback.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -15,7 +14,7 @@ from typing import Any
 
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from manifests.errors import CorruptError, InputError, LaminaError, StorageError
+from manifests.errors import CorruptError, InputError, LaminaError
 from pipeline.checkpoint.compression_record import (
     MODELLING_FILE,
     RECORD_FILE,
@@ -30,6 +29,7 @@ from pipeline.inputs.sources import open_dense
 from pipeline.verification import output_checks, source_checks
 from pipeline.verification.output_checks import Finding
 from stores.checkpoint import verify_shard
+from stores.json_files import read_object
 from stores.model_files import CODE
 from stores.source import CONFIG_FILE, INDEX_FILE
 from stores.storage import Place, Storage, matching, on_this_machine, open_storage
@@ -52,7 +52,8 @@ def verify(output: Place, source: str | None, bound: float | None = None) -> Ite
         yield Finding("contract", "the other files cannot be compared with it", (str(error),))
         return
     yield Finding("contract", f"{RECORD_FILE}, version {compression['version']}, is undamaged")
-    if original is not None and (fault := source_checks.other_model(original, standard, _config(checked), compression)):
+    ours = read_object(checked, CONFIG_FILE) or {}  # the checks of files report a damaged one
+    if original is not None and (fault := source_checks.other_model(original, standard, ours, compression)):
         yield Finding("source", "not compared", (fault,))
         original, standard = None, {}
     files = _files(checked, compression)
@@ -85,15 +86,6 @@ def _guarded(check: str, function: Callable[..., Finding], *arguments: Any) -> F
     except Exception as error:  # a forged record may hold anything that its schema allows
         fault = str(error) if isinstance(error, LaminaError) else f"{type(error).__name__}: {error}"
         return Finding(check, "could not be finished", (fault,))
-
-
-def _config(output: Storage) -> dict[str, Any]:
-    """Return config.json; nothing if it is damaged, which the checks of files report."""
-    try:
-        content = json.loads(output.read(CONFIG_FILE))
-    except (OSError, StorageError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _files(output: Storage, compression: Mapping[str, Any]) -> Finding:

@@ -13,6 +13,7 @@ from manifests.records import ArrayRecord, CountedRecord, Curve
 from pipeline.methods.registry import build_methods
 from pipeline.reporting import run_data
 from pipeline.reporting.run_data import LOG_LINES, UNIT_FIELDS
+from stores.json_files import read_object
 from tests.memory_storage import Memory
 from tests.reporting.runs import run_of
 
@@ -40,13 +41,13 @@ def test_a_missing_or_damaged_file_is_no_object(content: bytes | None) -> None:
     storage = Memory()
     if content is not None:
         storage.write("a.json", content)
-    assert run_data._json(storage, "a.json") is None
+    assert read_object(storage, "a.json") is None
 
 
 def test_an_object_is_read() -> None:
     storage = Memory()
     storage.write("a.json", b'{"run": 1}')
-    assert run_data._json(storage, "a.json") == {"run": 1}
+    assert read_object(storage, "a.json") == {"run": 1}
 
 
 def test_a_commit_has_the_time_of_its_latest_generation(monkeypatch: pytest.MonkeyPatch) -> None:

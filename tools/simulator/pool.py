@@ -13,11 +13,10 @@ from functools import partial
 from typing import Any
 
 from pipeline.cost_model.prices import START_SECONDS
-from pipeline.units.scores import Score
 from pipeline.units.sums import Collect
-from pipeline.units.units import ConcurrentUnit, ShardUnit, Summable, Unit
+from pipeline.units.units import ConcurrentUnit, Summable, Unit
 from tools.simulator.clock import Clock, Course
-from workers.placement import Shard, choose_unit, shard_of
+from workers.placement import Shard, choose_unit, hold, release
 
 DEPTH = 2  # units that a worker has at a time, as in `workers.pool`
 FIRST, BESIDE, COLLECT = THREADS = ("first", "beside", "collect")  # of a worker, as in `workers.actor`
@@ -167,10 +166,7 @@ class ClockPool:
                         assigned = True
 
     def _assign(self, member: Worker, unit: Unit) -> None:
-        if isinstance(unit, ShardUnit):
-            for other in self._live:
-                other.shards.discard(shard_of(unit))
-            member.shards.add(shard_of(unit))
+        hold(unit, member, self._live)
         queue = member.running[_thread(unit)]
         queue.append(unit)
         if len(queue) == 1:
@@ -186,8 +182,7 @@ class ClockPool:
     def _end(self, member: Worker, queue: deque[Unit], result: Any) -> None:
         unit = queue.popleft()
         self.finished.append((unit, result))
-        if isinstance(unit, Score):
-            member.shards.discard(shard_of(unit))
+        release(unit, member)
         if queue:
             self._begin(member, queue)
 
