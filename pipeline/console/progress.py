@@ -127,7 +127,7 @@ class JobObserver:
 
     def say(self, line: str, level: int = logging.INFO) -> None:
         """Write a line to the log file and to the terminal."""
-        LOG.log(level, line)
+        LOG.log(level, line.removeprefix("WARNING: "))  # a line of the log begins with its level
         line = as_called(line)
         if self.progress is not None:
             line = wrapped(line, self.console.width)
