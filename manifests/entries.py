@@ -258,13 +258,15 @@ class TeacherEntry(Record):
 class HealingCurve(Record):
     """Divergences of the healed from the dense model on held-out windows, in nats per token, after some steps.
 
-    `best`: the step with the least. `skipped`: steps whose gradient was not finite.
+    `best`: the step with the least. `skipped`: steps whose gradient was not finite. `retreats`: the steps after which
+    the training went back to the best weights; null: of a version that never did.
     """
 
     steps: Row[NonNegativeInt] = ()
     divergences: Row[Finite] = ()
     best: NonNegativeInt = 0
     skipped: NonNegativeInt = 0
+    retreats: Row[NonNegativeInt] | None = None
 
 
 class HealingEntry(Record):

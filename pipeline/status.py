@@ -177,6 +177,8 @@ def _stored_steps(healing: dict[str, Any]) -> str:
         parts.append(f"divergence on held-out text {divergences[0]:.4f} at the start, {min(divergences):.4f} at best")
     if skipped := curve.get("skipped"):
         parts.append(f"{skipped} steps skipped, whose gradients were not finite")
+    if retreats := curve.get("retreats"):
+        parts.append(f"back to the best weights, at a lower rate, after step {', '.join(map(str, retreats))}")
     return "; ".join(parts)
 
 

@@ -69,8 +69,7 @@ class TrainedTable(TableLinear):
             delattr(self, name)
             self.register_parameter(name, nn.Parameter(stored, requires_grad=False))
         if codes:
-            weight_OI = scaled_levels(self.weight_packed, self.weight_scale, self.weight_levels, self.columns)
-            self.latent = nn.Parameter(weight_OI.detach(), requires_grad=False)
+            self.latent = nn.Parameter(self._of_codes(), requires_grad=False)
 
     def rows(self, select: slice) -> Tensor:
         """Return rows of the weight, multiplied out."""
@@ -81,6 +80,18 @@ class TrainedTable(TableLinear):
         level_OSg = self.weight_levels[_nearest(latent_OSg, self.weight_levels)]
         weight_OI: Tensor = (scale_OS1 * (level_OSg + (latent_OSg - latent_OSg.detach()))).flatten(1)
         return weight_OI
+
+    def _of_codes(self) -> Tensor:
+        """Return this process's rows of the weight that the codes stand for."""
+        packed_OW, scale_OS = local(self.weight_packed.detach()), local(self.weight_scale.detach())
+        return scaled_levels(packed_OW, scale_OS, whole(self.weight_levels.detach()), self.columns)
+
+    def take_codes(self, packed_OW: Tensor) -> None:
+        """Let the latent weight be that of other codes, at the present scales and levels. All processes call it at the
+        same time."""
+        with torch.no_grad():
+            local(self.weight_packed).copy_(local(packed_OW))
+            local(self.latent).copy_(self._of_codes())
 
     def pack_codes(self) -> Tensor:
         """Enter the codes of the latent weight, and return them (O, W). All processes call it at the same time."""

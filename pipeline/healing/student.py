@@ -133,6 +133,15 @@ class Student:
             for name, parameter in self.trained.items()
         }
 
+    def restore(self, stored: Mapping[str, Tensor]) -> None:
+        """Take this process's parts of the trained tensors from a result of `rounded_copy`."""
+        with torch.no_grad():
+            for name, parameter in self.trained.items():
+                if name not in self.tables:
+                    local(parameter).copy_(local(stored[name]))
+            for name, table in self.tables.items():
+                table.take_codes(stored[name])
+
     @contextmanager
     def rounded(self) -> Iterator[None]:
         """Compute with the weights as they would be stored, in the block. The exact ones wait on the CPU."""

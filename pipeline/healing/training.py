@@ -30,6 +30,7 @@ WARM_UP = 3  # steps
 BETAS = (0.9, 0.95)
 EVALUATIONS = 8
 MOST_SKIPPED = 10  # steps whose gradient is not finite
+WORSE, RETREAT = 1.02, 0.3  # than the best divergence: then the best weights train on, at this share of the rate
 BEST = "best/"  # of the names of best tensors in a checkpoint
 BASE_RATE, FEW, BASE_WIDTH = 2e-4, 20.0, 576  # of matrices, more of tensors with few numbers; measured on SmolLM2-135M
 
@@ -122,7 +123,7 @@ class Trainer:
         on_cpu = all(each.device.type == "cpu" for each in student.trained.values())
         # On a CPU, torch by default goes through all numbers once for each of ten operations.
         self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=BETAS, weight_decay=0.0, fused=on_cpu or None)
-        self.progress = Progress(0, HealingCurve(), {})
+        self.progress = Progress(0, HealingCurve(retreats=()), {})
         self.loss = math.nan  # of the last step
         self._seconds: dict[str, float] = defaultdict(float)  # that this process spent on steps and on evaluations
         self._times: dict[str, int] = defaultdict(int)
@@ -162,7 +163,8 @@ class Trainer:
 
     def load(self, state: Mapping[str, Tensor], step: int, curve: HealingCurve) -> None:
         """Continue from a checkpoint: the result of `state` with other values, whose tensors it keeps."""
-        best = {name: state[BEST + name] for name in self.student.trained} if curve.best else {}
+        has_best = curve.best > 0 or curve.retreats is not None
+        best = {name: state[BEST + name] for name in self.student.trained} if has_best else {}
         self.progress = Progress(step, curve, best)
         steps = torch.tensor(float(step - curve.skipped))
         for name, parameter in self.student.trained.items():
@@ -179,8 +181,9 @@ class Trainer:
 
     def _step(self) -> None:
         step, curve = self.progress.step, self.progress.curve
+        share = RETREAT ** len(curve.retreats or ())
         for group in self.optimizer.param_groups:
-            group["lr"] = self.schedule.rate(step) * group["rate"]
+            group["lr"] = self.schedule.rate(step) * group["rate"] * share
         self.loss = self._gradients(self.schedule.windows_of(step))
         if self._is_finite():
             self.optimizer.step()
@@ -224,25 +227,23 @@ class Trainer:
         return not self.processes.any(not finite)
 
     def _evaluate(self) -> None:
-        """Measure the divergence on the held-out windows, with the weights as they would be stored; keep the best."""
+        """Measure the divergence on the held-out windows, with the weights as they would be stored; keep the best. If
+        these are worse, train on from the best ones at a lower rate."""
         step, curve, best = self.progress.step, self.progress.curve, self.progress.best
         with self.student.rounded(), torch.no_grad():
             divergence = self._held_out_divergence()
-            if not math.isfinite(divergence):
-                self._refuse_weights()
-                return
             is_best = divergence < min(curve.divergences, default=math.inf)
-            if is_best and step:
+            if is_best:
                 best = self.student.rounded_copy()
-        curve = curve.model_copy(
-            update={
-                "steps": (*curve.steps, step),
-                "divergences": (*curve.divergences, divergence),
-                "best": step if is_best else curve.best,
-            }
-        )
+        if math.isfinite(divergence):
+            measured = {"steps": (*curve.steps, step), "divergences": (*curve.divergences, divergence)}
+            curve = curve.model_copy(update={**measured, "best": step if is_best else curve.best})
+            self.say(f"heal step {step} of {self.schedule.steps}: divergence {divergence:.4f} nats per token held out")
+        else:
+            self._refuse_weights()
         self.progress = Progress(step, curve, best)
-        self.say(f"heal step {step} of {self.schedule.steps}: divergence {divergence:.4f} nats per token held out")
+        if not divergence <= WORSE * min(curve.divergences) and step < self.schedule.steps:
+            self._retreat()
 
     def _refuse_weights(self) -> None:
         """Report that the present weights are not kept. Raises NumericsError if they are those of the start."""
@@ -253,6 +254,19 @@ class Trainer:
                 "with `python -m pipeline.verify`; OUTPUT is as it was"
             )
         self.say(f"heal step {step} of {of}: the divergence on held-out text is not finite; these weights are not kept")
+
+    def _retreat(self) -> None:
+        """Go back to the best weights, for steps at a lower rate. Adam's second moments stay."""
+        step, curve = self.progress.step, self.progress.curve
+        if curve.retreats is None:  # begun by a version that did not store the weights of the start
+            return
+        self.student.restore(self.progress.best)
+        for moments in self.optimizer.state.values():
+            moments["exp_avg"].zero_()
+        curve = curve.model_copy(update={"retreats": (*curve.retreats, step)})
+        self.progress = Progress(step, curve, self.progress.best)
+        share = RETREAT ** len(curve.retreats or ())
+        self.say(f"heal step {step}: back to the weights of step {curve.best}; {share:.2g} of the rate from here on")
 
     def _held_out_divergence(self) -> float:
         total = 0.0

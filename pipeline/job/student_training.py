@@ -173,6 +173,7 @@ def _figures(healing: Healing, task: TrainingTask, entry: HealingEntry, numbers:
         "after": min(curve.divergences),
         "best_step": curve.best,
         "skipped": curve.skipped,
+        "retreats": list(curve.retreats or ()),
         "curve": [list(point) for point in zip(curve.steps, curve.divergences, strict=True)],
     }
 

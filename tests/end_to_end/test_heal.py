@@ -210,6 +210,7 @@ def test_a_healing_that_helps_nothing_changes_nothing(job: MakeJob) -> None:
     ended = command("heal", str(made.run_dir), "--set", "heal.learning_rate=0.9")
     assert ended.code == 0, ended.err
     assert "no step came closer to the dense model" in ended.err
+    assert "back to the weights of step 0; 0.3 of the rate from here on" in ended.err
     assert "not healed: of" in ended.out
     assert "peak memory in MiB: driver" in ended.out
     assert "; workers" not in ended.out, "none has worked in this run"

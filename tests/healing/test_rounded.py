@@ -46,6 +46,17 @@ def test_codes_follow_the_latent_weight() -> None:
     torch.testing.assert_close((nearest_OI - table.latent).abs(), least_OI)
 
 
+def test_earlier_codes_are_taken_back() -> None:
+    table = TrainedTable(stored_table(), 3, 16, even=False, codes=True)
+    packed, weight_OI = table.pack_codes().clone(), table.rows(slice(None)).detach()
+    with torch.no_grad():
+        table.latent.copy_(torch.randn(24, 64))
+    assert not torch.equal(table.pack_codes(), packed)
+    table.take_codes(packed)
+    assert torch.equal(table.pack_codes(), packed)
+    torch.testing.assert_close(table.rows(slice(None)).detach(), weight_OI)
+
+
 def test_gradients_pass_the_rounding() -> None:
     table = TrainedTable(stored_table(), 3, 16, even=False, codes=True)
     with torch.no_grad():
