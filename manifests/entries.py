@@ -272,7 +272,8 @@ class HealingCurve(Record):
 class HealingEntry(Record):
     """A healing in progress: its digest, and the folder of its last checkpoint in RUN_DIR.
 
-    `per_step`: windows of a step. `peak`: the largest learning rate; `relative`: as a share of each tensor's magnitude.
+    `per_step`: windows of a step. `peak`: the largest learning rate; `relative`: as a share of each tensor's magnitude,
+    `few` times as large of tensors with few numbers.
     They stay the same if other processes, or a version with other defaults, continue the healing. `steps`: the total
     number. A field is None if the version that began the healing did not enter it.
     """
@@ -285,6 +286,7 @@ class HealingEntry(Record):
     per_step: NonNegativeInt | None = None
     peak: float | None = None
     relative: bool = False
+    few: float | None = None
 
 
 class HealedEntry(Record):

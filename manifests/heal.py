@@ -81,7 +81,7 @@ class Heal(ManifestBlock):
 
     `text`: the text to train on; null: the calibration samples. `tokens`: how many of its tokens; null: all. `epochs`:
     how often each window is trained on. `learning_rate`: the largest, of all tensors; `auto` gives each tensor a share
-    of its mean magnitude: at a hidden size of 576, 2e-4 for matrices and 4e-3 for scales, levels, norms and biases,
+    of its mean magnitude: at a hidden size of 576, 2e-4 for matrices and 1.2e-3 for scales, levels, norms and biases,
     less for wider models. `what`: `auto` trains factors, coefficients, refitted matrices, norms and biases of
     compressed layers, and scales and levels of rounded ones; `codes` also chooses the codes of rounded matrices again;
     `norms` trains norms and biases alone. Embeddings, heads and routers stay.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lamina.levels_lamina import PARTS
+from lamina.levels_lamina import PACKED, PARTS
 from manifests.entries import HealingCurve
 from manifests.errors import NumericsError
 from manifests.heal import LOGIT_ROWS
@@ -32,14 +32,15 @@ EVALUATIONS = 8
 MOST_SKIPPED = 10  # steps whose gradient is not finite
 WORSE, RETREAT = 1.02, 0.3  # than the best divergence: then the best weights train on, at this share of the rate
 BEST = "best/"  # of the names of best tensors in a checkpoint
-BASE_RATE, FEW, BASE_WIDTH = 2e-4, 20.0, 576  # of matrices, more of tensors with few numbers; measured on SmolLM2-135M
+# Of matrices; how much more of tensors with few numbers, and of latent weights of codes; measured on SmolLM2-135M.
+BASE_RATE, FEW, LATENTS, BASE_WIDTH = 2e-4, 6.0, 20.0, 576
 
 
 @dataclass(frozen=True)
 class Schedule:
     """The steps of a training, and its largest rate.
 
-    `relative`: `peak` is a share of each matrix's mean magnitude at the start, and `FEW` times this share of other
+    `relative`: `peak` is a share of each matrix's mean magnitude at the start, and `few` times this share of other
     tensors'; without it, `peak` is the rate of all tensors.
     """
 
@@ -49,6 +50,7 @@ class Schedule:
     peak: float
     seed: int
     relative: bool = False
+    few: float = FEW
 
     @property
     def said_peak(self) -> str:
@@ -118,7 +120,9 @@ class Trainer:
         self.text = text
         self.schedule = schedule
         self.say = say
-        rates = tensor_rates(student.trained) if schedule.relative else dict.fromkeys(student.trained, 1.0)
+        rates = (
+            tensor_rates(student.trained, schedule.few) if schedule.relative else dict.fromkeys(student.trained, 1.0)
+        )
         groups = [{"params": [each], "rate": rates[name]} for name, each in student.trained.items()]
         on_cpu = all(each.device.type == "cpu" for each in student.trained.values())
         # On a CPU, torch by default goes through all numbers once for each of ten operations.
@@ -283,15 +287,16 @@ class Trainer:
         )
 
 
-def tensor_rates(trained: Mapping[str, Tensor]) -> dict[str, float]:
+def tensor_rates(trained: Mapping[str, Tensor], few: float = FEW) -> dict[str, float]:
     """Return the rate of each tensor, as a multiple of that of a matrix whose mean magnitude is 1. Zeros have the
     magnitude of the smallest other tensor.
 
-    Scales, levels, norms and biases are few numbers, so that the noise of their gradients adds up to less. Latent
-    weights of codes have to reach the next level.
+    `few`: the share of scales, levels, norms and biases beside that of matrices: they are few numbers, so that the
+    noise of their gradients adds up to less. Latent weights of codes have to reach the next level.
     """
     sums = {name: whole(tensor.detach().abs().sum(dtype=torch.float64)) for name, tensor in trained.items()}
     magnitudes = {name: float(total) / trained[name].numel() for name, total in sums.items()}
     least = min((size for size in magnitudes.values() if size > 0), default=1.0)
-    few = {name for name, tensor in trained.items() if tensor.ndim == 1 or name.endswith(PARTS)}
-    return {name: (size or least) * (FEW if name in few else 1.0) for name, size in magnitudes.items()}
+    shares = {name: few for name, tensor in trained.items() if tensor.ndim == 1 or name.endswith(PARTS)}
+    shares |= {name: LATENTS for name in trained if name.endswith(PACKED)}
+    return {name: (size or least) * shares.get(name, 1.0) for name, size in magnitudes.items()}

@@ -202,6 +202,7 @@ class _Process:
                     per_step=self.task.schedule.per_step,
                     peak=self.task.schedule.peak,
                     relative=self.task.schedule.relative,
+                    few=self.task.schedule.few,
                 )
             )
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 STUDENT = "student-"  # prefix of the folder of the checkpoint that is trained
 CHECKPOINT_S = 180.0  # between two checkpoints of a training
+FORMER_FEW = 20.0  # `Schedule.few` of versions that did not enter it
 ACTIVATION_NUMBERS = (16, 4)  # for each token and layer, in units of the hidden size and of the MLP's width
 
 
@@ -79,7 +80,12 @@ def train_student(
         relative=asked == "auto",
     )
     if begun := _begun(job, healing, schedule.relative):
-        schedule = replace(schedule, per_step=begun.per_step or schedule.per_step, peak=begun.peak or schedule.peak)
+        schedule = replace(
+            schedule,
+            per_step=begun.per_step or schedule.per_step,
+            peak=begun.peak or schedule.peak,
+            few=begun.few or FORMER_FEW,
+        )
     with _student_folder(job) as (folder, compression):
         names = trained_tensors(job, compression, settings)
         numbers = sum(math.prod(compression["tensors"][name]["shape"]) for name in names)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.healing.training import BASE_RATE, FEW, default_rate, tensor_rates
+from pipeline.healing.training import BASE_RATE, FEW, LATENTS, default_rate, tensor_rates
 
 
 def test_a_rate_follows_the_magnitude_and_the_kind_of_a_tensor() -> None:
@@ -26,9 +26,10 @@ def test_a_rate_follows_the_magnitude_and_the_kind_of_a_tensor() -> None:
         "norm.weight": FEW * 3.0,
         "q.bias": FEW * 0.03,
         "gate.weight_levels": FEW * 2 / 3,
-        "gate.weight_packed": FEW * 0.2,
+        "gate.weight_packed": LATENTS * 0.2,
     }
     assert tensor_rates(trained) == pytest.approx(expected)
+    assert tensor_rates(trained, few=3.0)["norm.weight"] == pytest.approx(9.0)
 
 
 def test_zeros_alone_have_a_rate() -> None:
