@@ -22,7 +22,7 @@ DAMPING, LEAST_CLIP, SHRINKAGE = 0.03, 0.5, 0.3  # docs/results.md#constants-of-
 ROUNDED_RIDGES = (1.0, 3.0)  # of `correct_ridges`. docs/results.md#corrected-rounding
 # Of jobs begun before these were fields.
 FORMER_CONSTANTS = {"damping": 0.01, "least_clip": 0.875, "polish": 0, "shrinkage": 0.0}
-CORRECTED_TOKENS = 32  # for each number that a matrix reads. docs/results.md#corrected-rounding
+CORRECTED_TOKENS = 4  # for each number that a matrix reads, the fewest measured: docs/results.md#corrected-rounding
 OUTER_BITS = 8  # of embeddings and head with `bits: auto`, as no curve predicts the loss of fewer bits there
 
 

@@ -28,8 +28,8 @@ def correction_remarks(job: PlannedJob) -> tuple[str, ...]:
         return ()
     return (
         f"quantize.correct: {job.tokens:,} calibration tokens are {job.tokens / width:.1f} for each of the {width:,} "
-        f"numbers that a matrix reads; with fewer than {CORRECTED_TOKENS}, corrections fit the noise of the text and "
-        "may lose on other text: give more samples, or leave out correct",
+        f"numbers that a matrix reads; with fewer than {CORRECTED_TOKENS}, corrections were not measured, and may fit "
+        "the noise of the text: give more samples, or leave out correct",
     )
 
 

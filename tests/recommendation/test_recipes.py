@@ -26,10 +26,10 @@ def fit_for(engine: Any, device: Any = "gpu") -> Fit:
     return Fit(memory=24 * GB, context=4096, sequences=2, engine=engine, device=device)
 
 
-def test_corrections_are_named_where_the_tokens_suffice() -> None:
-    """300 samples of 512 tokens are 32 for each of 4,800 numbers."""
+def test_corrections_need_tokens() -> None:
+    """300 samples of 512 tokens are 4 for each of 38,400 numbers."""
     fit, recipe = fit_for("vllm"), Recipe("4 bits", 4)
-    for widest, corrects in ((4800, True), (4801, False)):
+    for widest, corrects in ((38_400, True), (38_401, False)):
         goal = Goal("fit", fit.memory, fit=fit, recipe=recipe, widest=widest)
         assert ("correct: output" in commented_manifest("init", PLACES, goal, SETTINGS)) == corrects
 
@@ -52,7 +52,8 @@ def test_every_recipe_is_a_manifest(engine: str, device: str, rounds: bool, mixt
         assert manifest.budget.fit == fit
         assert (manifest.quantize and manifest.quantize.bits) == recipe.bits
         assert len(manifest.methods) == len(recipe.entries)
-        assert manifest.quantize is None or manifest.quantize.correct == "none"
+        corrects = recipe.bits == 4 and not recipe.entries and not mixture
+        assert manifest.quantize is None or manifest.quantize.correct == ("output" if corrects else "none")
         assert not recipe.bits or manifest.rank_multiple == 32, "rows of whole blocks have codes in a GGUF file"
     assert goal.label == "fits-24GB"
 
