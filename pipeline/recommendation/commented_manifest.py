@@ -92,8 +92,8 @@ def _recipe(recipe: Recipe, goal: Goal, tokens: int) -> Iterator[str]:
     rounds_alone = recipe.bits == 4 and not recipe.entries and not goal.uncorrected and not goal.mixture
     corrects = rounds_alone and tokens >= CORRECTED_TOKENS * goal.widest
     if corrects:
-        yield "# With `correct: output` each layer compensates the error of the rounded layers before it: less loss, for"
-        yield "# the time of several more passes of the text. Leave it out to save that."
+        yield "# With `correct: output` each layer compensates the error of the rounded layers before it: less loss,"
+        yield "# for the time of several more passes of the text. Leave it out to save that."
     if recipe.bits is not None:
         yield _quantize(recipe.bits, recipe.levels, goal.unrounded, corrects)
     yield f"methods: [{', '.join(recipe.entries)}]  # {recipe.label}"
