@@ -273,9 +273,9 @@ class HealingEntry(Record):
     """A healing in progress: its digest, and the folder of its last checkpoint in RUN_DIR.
 
     `per_step`: windows of a step. `peak`: the largest learning rate; `relative`: as a share of each tensor's magnitude,
-    `few` times as large of tensors with few numbers.
-    They stay the same if other processes, or a version with other defaults, continue the healing. `steps`: the total
-    number. A field is None if the version that began the healing did not enter it.
+    `few` times as large of tensors with few numbers. They stay the same if other processes, or a version with other
+    defaults, continue the healing. `steps`: the total number. A field is None if the version that began the healing did
+    not enter it.
     """
 
     of: Sha256
