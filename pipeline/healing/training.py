@@ -133,6 +133,11 @@ class Trainer:
         self._times: dict[str, int] = defaultdict(int)
 
     @property
+    def _share(self) -> float:
+        """The share of the schedule's rate that is left after the retreats so far."""
+        return float(RETREAT ** len(self.progress.curve.retreats or ()))
+
+    @property
     def seconds_left(self) -> float:
         """The seconds to the end: each step and each evaluation takes as long as the mean of those so far."""
         step, mean = self.progress.step, {kind: self._seconds[kind] / times for kind, times in self._times.items()}
@@ -185,9 +190,8 @@ class Trainer:
 
     def _step(self) -> None:
         step, curve = self.progress.step, self.progress.curve
-        share = RETREAT ** len(curve.retreats or ())
         for group in self.optimizer.param_groups:
-            group["lr"] = self.schedule.rate(step) * group["rate"] * share
+            group["lr"] = self.schedule.rate(step) * group["rate"] * self._share
         self.loss = self._gradients(self.schedule.windows_of(step))
         if self._is_finite():
             self.optimizer.step()
@@ -269,8 +273,8 @@ class Trainer:
             moments["exp_avg"].zero_()
         curve = curve.model_copy(update={"retreats": (*curve.retreats, step)})
         self.progress = Progress(step, curve, self.progress.best)
-        share = RETREAT ** len(curve.retreats or ())
-        self.say(f"heal step {step}: back to the weights of step {curve.best}; {share:.2g} of the rate from here on")
+        said = f"back to the weights of step {curve.best}; {self._share:.2g} of the rate from here on"
+        self.say(f"heal step {step}: {said}")
 
     def _held_out_divergence(self) -> float:
         total = 0.0

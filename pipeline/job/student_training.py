@@ -37,6 +37,7 @@ from stores.storage import Storage, on_this_machine, open_storage
 
 if TYPE_CHECKING:
     from pipeline.healing.stored_text import TextSizes
+    from pipeline.healing.training import Schedule
     from pipeline.healing.training_process import TrainingTask
 
 STUDENT = "student-"  # prefix of the folder of the checkpoint that is trained
@@ -80,12 +81,7 @@ def train_student(
         relative=asked == "auto",
     )
     if begun := _begun(job, healing, schedule.relative):
-        schedule = replace(
-            schedule,
-            per_step=begun.per_step or schedule.per_step,
-            peak=begun.peak or schedule.peak,
-            few=begun.few or FORMER_FEW,
-        )
+        schedule = schedule_as_begun(schedule, begun)
     with _student_folder(job) as (folder, compression):
         names = trained_tensors(job, compression, settings)
         numbers = sum(math.prod(compression["tensors"][name]["shape"]) for name in names)
@@ -182,6 +178,16 @@ def _figures(healing: Healing, task: TrainingTask, entry: HealingEntry, numbers:
         "retreats": list(curve.retreats or ()),
         "curve": [list(point) for point in zip(curve.steps, curve.divergences, strict=True)],
     }
+
+
+def schedule_as_begun(schedule: Schedule, begun: HealingEntry) -> Schedule:
+    """Return the schedule of a healing that has begun, perhaps with other processes or in another version."""
+    return replace(
+        schedule,
+        per_step=begun.per_step or schedule.per_step,
+        peak=begun.peak or schedule.peak,
+        few=begun.few or FORMER_FEW,
+    )
 
 
 def _begun(job: JobContext, healing: Healing, relative: bool) -> HealingEntry | None:

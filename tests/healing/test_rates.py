@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.healing.training import BASE_RATE, FEW, LATENTS, default_rate, tensor_rates
+from manifests.entries import HealingCurve, HealingEntry
+from pipeline.healing.training import BASE_RATE, FEW, LATENTS, Schedule, default_rate, tensor_rates
+from pipeline.job.student_training import schedule_as_begun
 
 
 def test_a_rate_follows_the_magnitude_and_the_kind_of_a_tensor() -> None:
@@ -39,3 +41,13 @@ def test_zeros_alone_have_a_rate() -> None:
 def test_the_default_rate_falls_with_the_width() -> None:
     assert default_rate(576) == BASE_RATE
     assert default_rate(4 * 576) == pytest.approx(BASE_RATE / 2)
+
+
+def test_a_healing_that_has_begun_keeps_its_rates() -> None:
+    schedule = Schedule(windows=80, per_step=1, epochs=1, peak=BASE_RATE, seed=0, relative=True)
+    earlier = HealingEntry(of="0" * 64, step=3, folder="healing/step-000003", curve=HealingCurve(), relative=True)
+    kept = schedule_as_begun(schedule, earlier)
+    assert (kept.per_step, kept.peak, kept.few) == (1, BASE_RATE, 20.0), "a version that entered none of the three"
+    chosen = earlier.model_copy(update={"per_step": 2, "peak": 1e-4, "few": 3.0})
+    kept = schedule_as_begun(schedule, chosen)
+    assert (kept.per_step, kept.peak, kept.few) == (2, 1e-4, 3.0)
